@@ -1,0 +1,218 @@
+"""
+A prepared data set as the pack plan sees it: lengths and targets read from Arrow buffers, fragments handed to the collator.
+
+Nothing is copied or rewritten: the plan works on lengths, and a row's tokens are read when the row is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset, IterableDataset
+
+from .boundaries import IGNORE_INDEX
+from .errors import PackingError
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
+_Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+# Samples read at once when a column is scanned: bounds memory, not the result.
+_SCAN_BATCH = 10_000
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """
+    What planning needs to know of every sample, in data order.
+
+    Args:
+        lengths (`np.ndarray`):
+            int64 `[S]`, tokens of each sample.
+        untrainable (`np.ndarray`):
+            bool `[S]`, samples without a label left to predict once they are cut to `max_length`.
+    """
+
+    lengths: _Ints
+    untrainable: _Bools
+
+
+def read_samples(dataset: Dataset, *, max_length: int | None, overlong: str, keep_end: bool) -> SampleTable:
+    """
+    Read lengths and trainability of every sample.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Prepared: columns `input_ids` and `labels`, optionally `seq_lengths`.
+        max_length (`int`, *optional*):
+            Tokens a sample keeps when it is cut.
+        overlong (`str`):
+            Policy for longer samples. Only `"truncate"` takes tokens away.
+        keep_end (`bool`):
+            Whether a cut keeps the end of a sample instead of its start.
+
+    Returns:
+        [`SampleTable`]: In data order.
+
+    Raises:
+        [`PackingError`]: If a sample's labels differ in number from its tokens, or `seq_lengths` do not add up.
+    """
+    lengths = _list_lengths(dataset, "input_ids")
+    if "labels" not in dataset.column_names:
+        return SampleTable(lengths, lengths <= 1)
+    if not np.array_equal(lengths, _list_lengths(dataset, "labels")):
+        bad = int(np.flatnonzero(lengths != _list_lengths(dataset, "labels"))[0])
+        raise PackingError(f"Every token needs a label, but sample {bad} has {lengths[bad]} tokens and another number of labels.")
+    first, last = _target_span(dataset, lengths)
+    cut = lengths if max_length is None or overlong != "truncate" else np.minimum(lengths, max_length)
+    untrainable = (last <= lengths - cut) if keep_end else (first >= cut)
+    if "seq_lengths" in dataset.column_names:
+        _check_seq_lengths(dataset, lengths, max_length)
+    return SampleTable(lengths, untrainable)
+
+
+class FragmentDataset(torch.utils.data.Dataset[dict[str, Any]]):
+    """
+    Fragments of a prepared data set, read in batches from its Arrow buffers.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Prepared: columns `input_ids` and `labels`, optionally `seq_lengths`.
+        fragments (`np.ndarray`):
+            int64 `[F, 3]`: sample, start and length of each fragment, as in [`PackPlan`].
+    """
+
+    def __init__(self, dataset: Dataset, fragments: _Ints) -> None:
+        columns = [name for name in ("input_ids", "labels", "seq_lengths") if name in dataset.column_names]
+        self.dataset = dataset.select_columns(columns).with_format("arrow")
+        self.fragments = fragments
+
+    def __len__(self) -> int:
+        return len(self.fragments)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Read several fragments. Each is a dict of numpy views and its number under `fragment`."""
+        if not indices:
+            return []
+        fragments = self.fragments[np.asarray(indices)]
+        table: pa.Table = self.dataset[fragments[:, 0].tolist()]
+        columns = {name: _list_arrays(table.column(name)) for name in table.column_names}
+        samples = []
+        for row, (index, (_, start, length)) in enumerate(zip(indices, fragments.tolist(), strict=True)):
+            sample = {name: arrays[row][start : start + length] for name, arrays in columns.items() if name != "seq_lengths"}
+            if "seq_lengths" in columns:
+                sample["seq_lengths"] = columns["seq_lengths"][row]
+            samples.append({**sample, "fragment": index})
+        return samples
+
+
+def drop_masked_tokens(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """
+    Take masked tokens off the ends of pre-tokenised samples and drop the `attention_mask` column.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            With columns `input_ids`, `labels` and `attention_mask`.
+
+    Returns:
+        The data set without the column, whose samples hold real tokens only.
+
+    Raises:
+        [`PackingError`]: While it is read, if a mask has zeros between ones.
+    """
+
+    def trim(sample: dict[str, Any], index: int) -> dict[str, Any]:
+        real = np.flatnonzero(sample["attention_mask"])
+        if real.size and real[-1] - real[0] + 1 != real.size:
+            raise PackingError(
+                f"Masked tokens are removed where they begin or end a sample, but `attention_mask` of sample {index} has "
+                "zeros in between. Mask labels with -100 instead, or drop the sample."
+            )
+        kept = slice(int(real[0]), int(real[-1]) + 1) if real.size else slice(0, 0)
+        return {name: sample[name][kept] for name in ("input_ids", "labels")}
+
+    progress = {"desc": "Removing masked tokens"} if isinstance(dataset, Dataset) else {}
+    return dataset.map(trim, with_indices=True, remove_columns=["attention_mask"], **progress)
+
+
+def _list_lengths(dataset: Dataset, column: str) -> _Ints:
+    """Lengths of a list column from its offsets alone, through the index mapping of shuffled or filtered data sets."""
+    lengths = np.concatenate(
+        [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in dataset.data.column(column).chunks]
+        or [np.zeros(0)]
+    ).astype(np.int64)
+    indices = dataset._indices
+    return lengths if indices is None else lengths[indices.column(0).to_numpy()]
+
+
+def _target_span(dataset: Dataset, lengths: _Ints) -> tuple[_Ints, _Ints]:
+    """First and last position of each sample whose label is predicted; beyond the sample and -1 where there is none."""
+    first, last = lengths.copy(), np.full_like(lengths, -1)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    for begin, values in _scan(dataset, "labels"):
+        number = min(_SCAN_BATCH, len(lengths) - begin)
+        sizes = lengths[begin : begin + number]
+        offsets = starts[begin : begin + number] - starts[begin]
+        is_target = values != IGNORE_INDEX
+        # The first token of a segment has nothing before it to be predicted from.
+        is_target[offsets[sizes > 0]] = False
+        where = np.flatnonzero(is_target)
+        sample = np.searchsorted(offsets + sizes, where, side="right")
+        found, first_index = np.unique(sample, return_index=True)
+        first[begin + found] = where[first_index] - offsets[found]
+        last_index = np.append(first_index[1:], sample.size) - 1
+        last[begin + found] = where[last_index] - offsets[found]
+    return first, last
+
+
+def _scan(dataset: Dataset, column: str) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+    table = dataset.select_columns([column]).with_format("arrow")
+    steps = range(0, len(dataset), _SCAN_BATCH)
+    for begin in datasets.utils.tqdm(steps, desc="Reading labels", disable=len(steps) < 20):
+        chunk = table[begin : begin + _SCAN_BATCH].column(column)
+        yield begin, chunk.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+
+
+def _list_arrays(column: pa.ChunkedArray) -> list[np.ndarray[Any, Any]]:
+    """One numpy view per list of a column, without a copy."""
+    arrays = []
+    for chunk in column.chunks:
+        values = chunk.values.to_numpy(zero_copy_only=False)
+        offsets = chunk.offsets.to_numpy(zero_copy_only=False)
+        arrays += [values[start:stop] for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
+    return arrays
+
+
+def _check_seq_lengths(dataset: Dataset, lengths: _Ints, max_length: int | None) -> None:
+    for begin, sums in _sums(dataset, "seq_lengths"):
+        wrong = np.flatnonzero(sums != lengths[begin : begin + len(sums)])
+        if wrong.size:
+            row = begin + int(wrong[0])
+            raise PackingError(
+                f"`seq_lengths` of packed sample {row} add up to {sums[wrong[0]]}, but it has {lengths[row]} tokens. Pack the "
+                "data again, or remove the column if the data is not packed."
+            )
+    if max_length is not None and lengths.size and lengths.max() > max_length:
+        row = int(lengths.argmax())
+        raise PackingError(
+            f"The data is packed already and cannot be cut, but packed sample {row} has {lengths[row]} tokens and "
+            f"`max_length` is {max_length}. Raise `max_length`, or pass the data unpacked."
+        )
+
+
+def _sums(dataset: Dataset, column: str) -> Iterator[tuple[int, _Ints]]:
+    counts = _list_lengths(dataset, column)
+    for begin, values in _scan(dataset, column):
+        sizes = counts[begin : begin + _SCAN_BATCH]
+        ends = np.cumsum(sizes)
+        totals = np.concatenate([[0], np.cumsum(values)])
+        yield begin, (totals[ends] - totals[ends - sizes]).astype(np.int64)

@@ -1,0 +1,164 @@
+"""From a prepared data set and the run's settings to plans, rows and ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from .config import PackedSFTConfig
+from .cost import RowCost
+from .dataset import FragmentDataset, SampleTable, read_samples
+from .packing import PackPlan, plan_batches, plan_packs
+from .sampler import RankedBatchSampler
+
+
+@dataclass
+class TrainPlan:
+    """
+    The plans of all epochs of one training set.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Prepared: `input_ids` and `labels`.
+        args ([`PackedSFTConfig`]):
+            The run's settings.
+        row_cost ([`RowCost`]):
+            What a row costs on the model.
+    """
+
+    dataset: Dataset
+    args: PackedSFTConfig
+    row_cost: RowCost
+
+    @cached_property
+    def samples(self) -> SampleTable:
+        """Lengths and trainability of every sample."""
+        return read_samples(
+            self.dataset,
+            max_length=self.args.max_length,
+            overlong=self.args.resolved_overlong,
+            keep_end=self.args.truncation_mode == "keep_end",
+        )
+
+    @property
+    def seed(self) -> int:
+        """Seed of the sample order, `data_seed` if set."""
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def for_epoch(self, epoch: int) -> PackPlan:
+        """Plan one epoch. The fragments are the same in every epoch."""
+        cuts: dict[str, Any] = {
+            "max_length": self.args.max_length,
+            "overlong": self.args.resolved_overlong,
+            "truncation": self.args.truncation_mode,
+            "exclude": self.samples.untrainable,
+        }
+        if self.args.packing:
+            return plan_packs(
+                self.samples.lengths,
+                self._row_budget,
+                order=self.args.packing_order,
+                seed=self.seed,
+                epoch=epoch,
+                max_segments=self.args.max_segments,
+                **cuts,
+            )
+        order = self._stock_order(epoch)
+        return plan_batches(self.samples.lengths, self.args.per_device_train_batch_size, order=order, **cuts)
+
+    @property
+    def _row_budget(self) -> int:
+        budget = self.args.resolved_token_budget
+        assert budget is not None
+        multiple = self.args.pad_to_multiple_of
+        # The alignment tail belongs to the budget.
+        return budget if multiple is None else max(budget // multiple * multiple, self.args.max_length or 1)
+
+    def _stock_order(self, epoch: int) -> np.ndarray[Any, Any]:
+        """The Trainer's sample order: a seeded permutation of the samples that are left, or data order."""
+        left = np.flatnonzero(~self.samples.untrainable)
+        if self.args.train_sampling_strategy == "random":
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            left = left[torch.randperm(left.size, generator=generator).numpy()]
+        return np.concatenate([left, np.flatnonzero(self.samples.untrainable)])
+
+    def sampler(self, *, num_ranks: int, rank: int) -> RankedBatchSampler:
+        """Deal the rows to ranks and micro-steps."""
+        return RankedBatchSampler(
+            self.for_epoch,
+            num_epochs=self._num_epochs(num_ranks),
+            num_ranks=num_ranks,
+            rank=rank,
+            gradient_accumulation_steps=self.args.gradient_accumulation_steps,
+            balance=self.args.balance if self.args.packing else "none",
+            row_cost=self.row_cost,
+            seed=self.seed,
+        )
+
+    def _num_epochs(self, num_ranks: int) -> int:
+        if self.args.max_steps <= 0:
+            return math.ceil(self.args.num_train_epochs)
+        rows_per_step = num_ranks * self.args.gradient_accumulation_steps
+        return math.ceil(self.args.max_steps / math.ceil(self.for_epoch(0).num_bins / rows_per_step))
+
+    def fragments(self) -> FragmentDataset:
+        """The data set of fragments that the sampler's numbers refer to."""
+        return FragmentDataset(self.dataset, self.for_epoch(0).fragments)
+
+    def fingerprint(self, num_ranks: int) -> dict[str, Any]:
+        """What the plan was made from, for a resumed run to compare."""
+        digest = hashlib.sha256(self.samples.lengths.tobytes() + self.samples.untrainable.tobytes())
+        return {
+            "packing": self.args.packing,
+            "token_budget": self._row_budget if self.args.packing else None,
+            "max_length": self.args.max_length,
+            "max_segments": self.args.max_segments,
+            "overlong": self.args.resolved_overlong,
+            "truncation_mode": self.args.truncation_mode,
+            "packing_order": self.args.packing_order,
+            "seed": self.seed,
+            "num_samples": int(self.samples.lengths.size),
+            "num_tokens": int(self.samples.lengths.sum()),
+            "lengths": digest.hexdigest()[:16],
+            "rows_per_step": num_ranks * self.args.gradient_accumulation_steps
+            if self.args.packing
+            else num_ranks * self.args.gradient_accumulation_steps * self.args.per_device_train_batch_size,
+        }
+
+
+def plan_evaluation(dataset: Dataset, args: PackedSFTConfig, *, packed: bool) -> tuple[PackPlan, SampleTable]:
+    """
+    Plan the rows of an evaluation, in data order where they are not packed.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Prepared: `input_ids` and `labels`.
+        args ([`PackedSFTConfig`]):
+            The run's settings.
+        packed (`bool`):
+            Whether rows are filled up to the token budget. Otherwise a row holds `per_device_eval_batch_size` samples.
+
+    Returns:
+        `tuple[PackPlan, SampleTable]`: The plan, and what it was made from.
+    """
+    overlong = "truncate" if args.resolved_overlong == "error" else args.resolved_overlong
+    keep_end = args.truncation_mode == "keep_end"
+    samples = read_samples(dataset, max_length=args.max_length, overlong=overlong, keep_end=keep_end)
+    cuts: dict[str, Any] = {
+        "max_length": args.max_length,
+        "overlong": overlong,
+        "truncation": args.truncation_mode,
+        "exclude": samples.untrainable,
+    }
+    if packed:
+        budget = args.resolved_token_budget or int(samples.lengths.max())
+        return plan_packs(samples.lengths, budget, order="best_fit", max_segments=args.max_segments, **cuts), samples
+    order = np.arange(samples.lengths.size)
+    return plan_batches(samples.lengths, args.per_device_eval_batch_size, order=order, **cuts), samples

@@ -1,0 +1,201 @@
+"""
+What can be known before the data is touched: settings that packing would break without a message, and the attention to use.
+
+Each setting is honoured or refused by name. The reasons are upstream's: see DESIGN in the comments beside each refusal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
+from transformers.utils import is_flash_attn_2_available
+
+from . import _compat
+from .config import PackedSFTConfig
+from .errors import PackingError
+from .register import VARLEN
+
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def refuse_settings(args: PackedSFTConfig, columns: list[str] | None, peft_config: Any, data_collator: Any) -> None:
+    """
+    Refuse settings that cannot be honoured in packed training.
+
+    Args:
+        args ([`PackedSFTConfig`]):
+            The run's settings.
+        columns (`list[str]`, *optional*):
+            Columns of the training data, if known.
+        peft_config (`PeftConfig`, *optional*):
+            The adapters to train.
+        data_collator (*optional*):
+            What the user passed.
+
+    Raises:
+        [`PackingError`]: Naming the setting and what to do instead.
+    """
+    from .collator import PackedCollator
+
+    if data_collator is not None and not isinstance(data_collator, PackedCollator):
+        raise PackingError(
+            f"`PackedSFTTrainer` lays samples end to end itself, but `data_collator` is a {type(data_collator).__name__}, "
+            "which pads. Leave it out, or pass a `PackedCollator`."
+        )
+    if columns is not None and {"image", "images"} & set(columns):
+        raise PackingError(
+            "`PackedSFTTrainer` packs text, but the data set has images, whose tokens the processor adds per sample. Use "
+            "TRL's `SFTTrainer`, or `pack_rows` on the merged embeddings."
+        )
+    if args.packing_strategy == "wrapped" and args.packing:
+        raise PackingError(
+            "`packing_strategy: wrapped` cuts samples wherever a row ends and lets them mix. Use `bfd`, or `overlong: split` "
+            "to keep the tokens of long samples."
+        )
+    _refuse_trainer_settings(args)
+    _refuse_prompt_learning(peft_config)
+
+
+def _refuse_trainer_settings(args: PackedSFTConfig) -> None:
+    refusals = (
+        # Rows are planned, so neither length grouping nor rebalancing has batches to work on.
+        (
+            args.train_sampling_strategy not in ("random", "sequential"),
+            f"`train_sampling_strategy: {args.train_sampling_strategy}`",
+            "Rows are planned and balanced by the sampler. Remove it.",
+        ),
+        (
+            args.packing and args.train_sampling_strategy == "sequential",
+            "`train_sampling_strategy: sequential`",
+            "Packed rows have no data order. Set `packing: false`, or remove it.",
+        ),
+        (args.dataloader_drop_last, "`dataloader_drop_last`", "It would lose samples. Remove it."),
+        (args.accelerator_config.split_batches, "`split_batches`", "A packed row cannot be split over ranks. Remove it."),
+        (
+            bool(args.accelerator_config.dispatch_batches),
+            "`dispatch_batches`",
+            "Every rank makes its own rows. Remove it.",
+        ),
+        # With `ignore_data_skip` a resumed run trains samples twice.
+        (args.ignore_data_skip, "`ignore_data_skip`", "A resumed run would train samples twice. Remove it."),
+        (
+            args.auto_find_batch_size,
+            "`auto_find_batch_size`",
+            "Rows are planned for one token budget. Lower `token_budget` instead.",
+        ),
+    )
+    for is_set, name, way_out in refusals:
+        if is_set:
+            raise PackingError(f"{name} cannot be honoured in packed training. {way_out}")
+
+
+def refuse_parallelism(parallelism_config: Any) -> None:
+    """
+    Refuse ways to split a sequence over ranks that drop its boundaries.
+
+    Args:
+        parallelism_config (`accelerate.ParallelismConfig`, *optional*):
+            The accelerator's.
+
+    Raises:
+        [`PackingError`]: For context, sequence and tensor parallelism.
+    """
+    if parallelism_config is None:
+        return
+    for flag, name in (("cp_enabled", "Context"), ("sp_enabled", "Sequence"), ("tp_enabled", "Tensor")):
+        if getattr(parallelism_config, flag, False):
+            raise PackingError(
+                f"{name} parallelism hands layers a part of the row without its boundaries, so packed samples would mix. "
+                "Use data parallelism (DDP, FSDP2 or ZeRO), or TRL's `SFTTrainer` with padding."
+            )
+
+
+def _refuse_prompt_learning(peft_config: Any) -> None:
+    if peft_config is None:
+        return
+    # Virtual tokens are added once per row, so only the first segment would see them.
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise PackingError(
+            f"{type(peft_config).__name__} adds virtual tokens once per row, and only the first packed sample would see "
+            "them. Use LoRA."
+        )
+    # aLoRA switches adapters on from one position of the row to its end.
+    if getattr(peft_config, "alora_invocation_tokens", None):
+        raise PackingError(
+            "`alora_invocation_tokens` switches adapters on at one position per row, not per packed sample. Use plain LoRA."
+        )
+
+
+def check_model(model: nn.Module, peft_config: Any) -> None:
+    """
+    Check what the model itself says: layers that cannot keep segments apart, and adapters that would train nothing.
+
+    Args:
+        model (`nn.Module`):
+            Loaded, with the operations registered.
+        peft_config (`PeftConfig`, *optional*):
+            The adapters to train.
+
+    Raises:
+        [`PackingError`], [`LeakError`] or [`MissingDependencyError`]: Naming the layer or the module.
+    """
+    # Read by every layer's cache logic, and a cache lets attention see the whole row.
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.get_text_config().use_cache = False
+
+
+def choose_attention(
+    config: PretrainedConfig, dtype: torch.dtype | str | None, device: torch.device
+) -> tuple[str, str]:
+    """
+    Pick the attention implementation that `attn_implementation: auto` stands for.
+
+    Args:
+        config ([`~transformers.PretrainedConfig`]):
+            The model's.
+        dtype (`torch.dtype` or `str`, *optional*):
+            The weights' dtype.
+        device (`torch.device`):
+            Where the model will run.
+
+    Returns:
+        `tuple[str, str]`: The name and the reason: the flash-attn package, `kernels-community/flash-attn2`, `varlen`, or
+            SDPA where the model takes no attention backend.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(
+        type(config), None
+    )
+    if model_class is None:
+        return VARLEN, "the default"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        name = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
+        return name, f"{model_class.__name__} takes no other attention"
+    reason = _why_not_flash(config.get_text_config(), model_class, dtype, device)
+    if reason is not None:
+        return VARLEN, reason
+    if is_flash_attn_2_available():
+        return "flash_attention_2", "the flash-attn package is installed"
+    usable, why = _compat.kernels_usable()
+    if usable:
+        return "kernels-community/flash-attn2", "flash attention from the kernels hub"
+    return VARLEN, f"flash-attn is not installed and kernels cannot serve it ({why})"
+
+
+def _why_not_flash(
+    config: Any, model_class: type[nn.Module], dtype: torch.dtype | str | None, device: torch.device
+) -> str | None:
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None) if dtype != "auto" else config.dtype
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(config.num_attention_heads, 1)
+    checks = (
+        (device.type != "cuda", f"flash attention needs a CUDA device, and this is {device.type}"),
+        (dtype not in _FLASH_DTYPES, f"flash attention needs half precision, and `dtype` is {dtype}"),
+        (head_dim > 256, f"flash attention takes heads of up to 256, and these have {head_dim}"),
+        (not getattr(model_class, "_supports_flash_attn", False), f"{model_class.__name__} does not support flash attention"),
+        (getattr(config, "model_type", "") in ("gpt_oss",), "attention sinks need a kernel that is not installed"),
+    )
+    return next((reason for applies, reason in checks if applies), None)

@@ -1,0 +1,188 @@
+"""From parsed settings to a trainer, and from a trained model to a saved one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trl import DatasetMixtureConfig, ModelConfig, get_quantization_config
+
+from .. import _compat
+from ..config import PackedSFTConfig
+from ..errors import LeakError, MissingDependencyError, PackingError
+from ..quickstart import resolve_dataset, resolve_model
+from ..trainer import PackedSFTTrainer
+from .config import LaunchOptions, RecipeArguments, build_lora, parse_recipe
+from .data import load_data
+from .data.files import looks_local
+
+_RUN_FILES = ("adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
+
+
+def parse_sft(
+    argv: Sequence[str] | None = None, *, recipe_file: str | os.PathLike[str] | None = None, prog: str | None = None
+) -> tuple[RecipeArguments, PackedSFTConfig, ModelConfig, DatasetMixtureConfig, LaunchOptions]:
+    """
+    Parse the command line and YAML of a fine-tuning run.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Words after the program's name. The default is `sys.argv[1:]`.
+        recipe_file (`str` or `PathLike`, *optional*):
+            The running recipe, beside which `--config NAME` is looked up.
+        prog (`str`, *optional*):
+            The program's name in the help.
+
+    Returns:
+        `tuple`: Script, training, model and data settings, and the launch options found in the YAML.
+
+    Raises:
+        [`PackingError`]: If a key or value is wrong, in one sentence.
+        [`UnsupportedVersionError`]: If an installed package is outside the supported range.
+    """
+    _compat.check_versions()
+    types = (RecipeArguments, PackedSFTConfig, ModelConfig, DatasetMixtureConfig)
+    script, training, model, data, launch = parse_recipe(argv, dataclass_types=types, recipe_file=recipe_file, prog=prog)
+    return script, training, model, data, launch
+
+
+def build_sft(
+    script_args: RecipeArguments,
+    training_args: PackedSFTConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> PackedSFTTrainer:
+    """
+    Build the trainer of a run: what needs no data is checked first, then the data, then the model is loaded.
+
+    Args:
+        script_args ([`RecipeArguments`]):
+            Data set and adapter settings.
+        training_args ([`PackedSFTConfig`]):
+            The run's settings.
+        model_args ([`~trl.ModelConfig`]):
+            Model and adapter settings.
+        dataset_args ([`~trl.DatasetMixtureConfig`]):
+            The mixture, if any.
+
+    Returns:
+        [`PackedSFTTrainer`]: Ready to train.
+
+    Raises:
+        [`PackingError`]: If a setting, the data, the model or the output folder cannot be used, in one sentence.
+    """
+    if not model_args.model_name_or_path:
+        raise PackingError("A run needs a model, but `model_name_or_path` is not set. Give a hub id or a local folder.")
+    check_output_dir(training_args)
+    peft_config = build_lora(model_args, _lora_mapping(script_args.lora_config))
+    quantization_config = get_quantization_config(model_args)
+    if script_args.dataset_name is not None:
+        script_args.dataset_name = resolve_dataset(script_args.dataset_name)
+    train_dataset, eval_dataset = load_data(script_args, dataset_args, training_args)
+    name = resolve_model(model_args.model_name_or_path)
+    check_model_name(name)
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    with _model_errors(name):
+        return PackedSFTTrainer(
+            model=name,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+
+
+def finish_sft(trainer: PackedSFTTrainer, dataset_name: str | None = None) -> None:
+    """
+    End a run as TRL's script does: save, push if asked, close the trackers.
+
+    Args:
+        trainer ([`PackedSFTTrainer`]):
+            After `train`.
+        dataset_name (`str`, *optional*):
+            For the model card.
+    """
+    args = trainer.args
+    trainer.save_model(args.output_dir)
+    trainer.accelerator.print(f"Saved to {args.output_dir}.")
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=dataset_name)
+        trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
+    trainer.end()
+
+
+def check_output_dir(args: PackedSFTConfig) -> None:
+    """
+    Refuse to write over another run.
+
+    Args:
+        args ([`PackedSFTConfig`]):
+            The run's settings.
+
+    Raises:
+        [`PackingError`]: If `output_dir` holds a run or a file is in its place, and the run does not resume.
+    """
+    folder = Path(args.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise PackingError(f"`output_dir` is {folder}, which is a file. Name a folder.")
+    if args.resume_from_checkpoint or not folder.is_dir():
+        return
+    found = [path.name for path in folder.iterdir() if path.name in _RUN_FILES or path.name.startswith("checkpoint-")]
+    if found:
+        raise PackingError(
+            f"`output_dir` {folder} already holds a run ({', '.join(sorted(found)[:3])}). Choose a new `output_dir`, or "
+            "continue with `resume_from_checkpoint: true`."
+        )
+
+
+def check_model_name(name: str) -> None:
+    """
+    Check a local model's folder before anything is loaded.
+
+    Args:
+        name (`str`):
+            Hub id or folder.
+
+    Raises:
+        [`PackingError`]: If a path does not exist, or the folder holds no model.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        if looks_local(name):
+            raise PackingError(f"`model_name_or_path` is {name}, which does not exist. Relative paths start at {Path.cwd()}.")
+        return
+    if not (folder / "config.json").is_file():
+        hint = " It holds an adapter: merge it first, or name its base model." if (
+            folder / "adapter_config.json"
+        ).is_file() else ""
+        raise PackingError(f"`model_name_or_path` is {name}, which holds no `config.json`, so it is no model folder.{hint}")
+
+
+@contextmanager
+def _model_errors(name: str) -> Iterator[None]:
+    """Turn what transformers raises for a model that cannot be loaded into one sentence."""
+    try:
+        yield
+    except (PackingError, LeakError, MissingDependencyError):
+        raise
+    except OSError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        advice = " Download it while online, or give a local folder." if not Path(name).exists() else ""
+        raise PackingError(f"The model {name} cannot be loaded: {reason[:300]}.{advice}") from error
+    except ValueError as error:
+        # TRL, transformers and PEFT explain a wrong setting this way.
+        raise PackingError(" ".join(str(error).split())) from error
+
+
+def _lora_mapping(value: Any) -> Mapping[str, Any] | None:
+    assert value is None or isinstance(value, Mapping)
+    return value

@@ -1,0 +1,231 @@
+"""
+The `varlen` attention implementation: packed rows segment by segment, everything else through transformers' SDPA.
+
+Registered under one name in transformers' `AttentionInterface` and `AttentionMaskInterface`, so any model that supports
+attention backends takes `attn_implementation="varlen"`. Boundaries come from the call's keywords only. A row that is packed
+by `position_ids` alone is refused: boundaries are never inferred.
+
+Shapes: B batch rows, T tokens in the row, H query heads, HK key and value heads, K head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..boundaries import host_lengths
+from ..errors import PackingError
+from ..ops.attention import naive_attention, segment_attention, split_into_chunks, varlen_attention
+
+VARLEN = "varlen"
+
+# Keywords that change what attention computes and that a segment-wise kernel cannot honour.
+_UNSUPPORTED = ("position_bias", "head_mask", "attention_bias")
+
+
+def register_attention() -> None:
+    """Register `varlen`. Calling it again changes nothing."""
+    AttentionInterface.register(VARLEN, varlen_attention_forward)
+    AttentionMaskInterface.register(VARLEN, varlen_mask)
+
+
+def unregister_attention() -> None:
+    """Take `varlen` out of both registries."""
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(VARLEN, None)
+
+
+def varlen_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """
+    Build a mask only where one is needed. Signature of `transformers.masking_utils.sdpa_mask`.
+
+    Returns:
+        `torch.Tensor` or `None`: `None` where no token is masked, an empty tensor where positions say that the row is
+            packed (the attention then insists on boundaries), else what `sdpa_mask` builds.
+    """
+    if attention_mask is None and not use_vmap and q_length == kv_length:
+        return None if allow_is_causal_skip else torch.empty(0, device=device, dtype=torch.bool)
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **kwargs,
+    )
+
+
+def varlen_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    cu_seqlens_cpu: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    Attend inside segments. Signature of transformers' attention functions.
+
+    Args:
+        module (`nn.Module`):
+            The attention layer.
+        query (`torch.Tensor`):
+            `[B, H, T, K]`; B is 1 where boundaries are passed.
+        key, value (`torch.Tensor`):
+            `[B, HK, T, K]`.
+        attention_mask (`torch.Tensor`, *optional*):
+            What `varlen_mask` gave. A real mask beside boundaries is refused.
+        cu_seq_lens_q (`torch.Tensor`, *optional*):
+            int32 `[N + 1]`, the boundaries.
+        max_length_q (`int`, *optional*):
+            Longest segment.
+        cu_seqlens_cpu (`Sequence[int]`, *optional*):
+            The boundaries on the host; without it they are read from `cu_seq_lens_q` once per row.
+        scaling, dropout, is_causal, sliding_window, softcap, s_aux:
+            As transformers passes them.
+
+    Returns:
+        `tuple[torch.Tensor, None]`: `[B, T, H, K]`, and no attention weights.
+
+    Raises:
+        [`PackingError`]: If the row is packed but boundaries are missing, a mask is passed beside them, or the layer asks
+            for something a segment-wise attention cannot compute.
+    """
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise PackingError(
+                f"`{VARLEN}` attention cannot honour `{name}`, which {type(module).__name__} passes. Choose another "
+                "`attn_implementation`."
+            )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    window, chunk = _layer_span(module, sliding_window)
+    options: dict[str, Any] = {"scale": scaling, "causal": causal, "window": window}
+    if cu_seq_lens_q is not None:
+        if attention_mask is not None and attention_mask.numel():
+            raise PackingError(
+                f"{type(module).__name__} got an attention mask beside segment boundaries, and only one of them can be "
+                "right. Remove `attention_mask` from the batch, or overlay masks from the model call."
+            )
+        extras = {"softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
+        out = _packed(query, key, value, cu_seq_lens_q, max_length_q, cu_seqlens_cpu, chunk, options, extras)
+        return out.transpose(1, 2), None
+    if attention_mask is not None and not attention_mask.numel():
+        raise PackingError(
+            f"`position_ids` say that the row is packed, but {type(module).__name__} got no boundaries, and samples would "
+            "mix. Pass all of `Boundaries.to_model_kwargs()`, or check that the model hands its keywords to the layers."
+        )
+    if softcap is not None or s_aux is not None:
+        return _masked_explicit(query, key, value, attention_mask, softcap, s_aux, dropout, options), None
+    if attention_mask is None and window is not None and window < key.shape[2] and query.shape[2] == key.shape[2]:
+        rows = [
+            segment_attention(q[None], k[None], v[None], [q.shape[1]], dropout_p=dropout, **options)
+            for q, k, v in zip(query, key, value, strict=True)
+        ]
+        return torch.cat(rows).transpose(1, 2), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+
+
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | None,
+    host_offsets: Sequence[int] | None,
+    chunk: int | None,
+    options: dict[str, Any],
+    extras: dict[str, Any],
+) -> torch.Tensor:
+    kernel_fits = (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] == value.shape[-1] <= 256
+        and chunk is None
+        and not any(value is not None and value != 0.0 for value in extras.values())
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+    if kernel_fits:
+        longest = max_seqlen if max_seqlen is not None else query.shape[2]
+        return varlen_attention(query, key, value, cu_seqlens, longest, **options)
+    lengths: Sequence[int] = host_lengths(cu_seqlens, host_offsets)
+    if chunk is not None:
+        lengths = split_into_chunks(lengths, chunk)
+    return segment_attention(query, key, value, lengths, **options, **extras)
+
+
+def _layer_span(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
+    """Window and chunk size of the layer. Not every model passes them to its attention function."""
+    config = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    layer_idx = getattr(module, "layer_idx", None)
+    layer_type = layer_types[layer_idx] if layer_types and layer_idx is not None and layer_idx < len(layer_types) else None
+    if layer_type == "chunked_attention":
+        return None, config.attention_chunk_size
+    if layer_type == "sliding_attention" and sliding_window is None:
+        return config.sliding_window, None
+    if layer_type == "full_attention":
+        return None, None
+    return sliding_window, None
+
+
+def _masked_explicit(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Padded batches of models with softcap or sinks, which SDPA has no argument for."""
+    if attention_mask is None:
+        start = key.shape[2] - query.shape[2]
+        out = naive_attention(
+            query, key, value, softcap=softcap, sinks=sinks, dropout_p=dropout, query_start=start, **options
+        )
+        return out.transpose(1, 2)
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    # The lowest finite number, not -inf: a row that is padding altogether has no visible key.
+    scores = scores.masked_fill(~attention_mask[..., : key.shape[2]], torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        sink = sinks.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    weights = nn.functional.dropout(weights, dropout)
+    return (weights.to(value.dtype) @ value).transpose(1, 2)

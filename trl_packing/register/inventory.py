@@ -1,0 +1,177 @@
+"""
+Which functions of transformers' modeling files mix neighbouring tokens outside attention, and who takes their place.
+
+transformers decorates each of them with `use_kernel_func_from_hub_with_fallback`. The wrapper that this makes is
+recognised by what it is, in the modeling files of a loaded model, so no model is listed here. It holds the PyTorch
+function, and the package's function where the package was there when the file was imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Literal
+
+from torch import nn
+
+from ..ops.causal_conv1d import causal_conv1d
+from ..ops.gated_delta_rule import gated_delta_rule
+from ..ops.kda import kimi_delta_attention
+from ..ops.mamba2_scan import mamba2_scan
+from ..ops.selective_scan import selective_scan
+
+Role = Literal["operation", "fused", "step", "unknown"]
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """
+    A function of transformers that a package can replace.
+
+    Args:
+        name (`str`):
+            The package's name of it, which transformers' wrapper carries.
+        role (`str`):
+            `"operation"` runs over a whole row; `"fused"` does several operations and a projection at once and may return
+            None, upon which the layer runs them one by one; `"step"` continues a cache by one token; `"unknown"` is a
+            function that this version of ours has never seen.
+        ours (`Callable`, *optional*):
+            Our operation. Only an `"operation"` has one.
+        kernel_keyword (`str`, *optional*):
+            Keyword in which the package's function takes boundaries. Without one it cannot keep segments apart.
+    """
+
+    name: str
+    role: Role
+    ours: Callable[..., Any] | None = None
+    kernel_keyword: Literal["cu_seqlens", "seq_idx"] | None = None
+
+
+UPSTREAM = {
+    function.name: function
+    for function in (
+        Upstream("causal_conv1d_fn", "operation", causal_conv1d, "seq_idx"),
+        Upstream("chunk_gated_delta_rule", "operation", gated_delta_rule, "cu_seqlens"),
+        Upstream("chunk_kda", "operation", kimi_delta_attention, "cu_seqlens"),
+        Upstream("mamba_chunk_scan_combined", "operation", mamba2_scan, "seq_idx"),
+        Upstream("selective_scan_fn", "operation", selective_scan),
+        Upstream("mamba_split_conv1d_scan_combined", "fused", kernel_keyword="seq_idx"),
+        Upstream("mamba_inner_fn", "fused"),
+        Upstream("causal_conv1d_update", "step"),
+        Upstream("fused_recurrent_gated_delta_rule", "step"),
+        Upstream("fused_recurrent_kda", "step"),
+        Upstream("selective_state_update", "step"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class HookedFunction:
+    """
+    One such function in one modeling file.
+
+    Args:
+        module (`ModuleType`):
+            The modeling file.
+        attribute (`str`):
+            Name under which the file's layers call it.
+        original (`Callable`):
+            What stands there without us: a function, or a module where `kernels` is usable.
+        torch_function (`Callable`):
+            transformers' own PyTorch version, which knows no boundaries.
+        kernel (`Callable`, *optional*):
+            The package's function, or the one that `kernelize` put in place. `None` where there is neither.
+        package (`str`):
+            Name to import of the package.
+        upstream ([`Upstream`]):
+            What we know about it.
+    """
+
+    module: ModuleType
+    attribute: str
+    original: Callable[..., Any]
+    torch_function: Callable[..., Any]
+    kernel: Callable[..., Any] | None
+    package: str
+    upstream: Upstream
+
+
+def find_hooked_functions(model: nn.Module, originals: dict[tuple[str, str], Any]) -> list[HookedFunction]:
+    """
+    Find the functions in every modeling file that a layer of the model comes from.
+
+    Args:
+        model (`nn.Module`):
+            A loaded model. Adapters and wrappers around it do not matter.
+        originals (`dict[tuple[str, str], Any]`):
+            What stood at a file's name and attribute before our dispatcher took its place.
+
+    Returns:
+        `list[HookedFunction]`: In the order of the files.
+    """
+    hooked = []
+    for module in _modeling_files(model):
+        for attribute, value in list(vars(module).items()):
+            value = originals.get((module.__name__, attribute), value)
+            wrapper = _wrapper_of(value)
+            if wrapper is None:
+                continue
+            held = inspect.getclosurevars(wrapper).nonlocals
+            name = held["func_name"]
+            upstream = UPSTREAM.get(name, Upstream(name, "unknown"))
+            kernel = _kernel_of(value, held)
+            hooked.append(
+                HookedFunction(module, attribute, value, held["torch_function"], kernel, held["package"], upstream)
+            )
+    return hooked
+
+
+def calls_of(layer_class: type) -> frozenset[str]:
+    """Give the global names that the methods of a layer class mention, those under a decorator included."""
+    names: set[str] = set()
+    for base in layer_class.__mro__:
+        if base.__module__.startswith("torch."):
+            break
+        for value in vars(base).values():
+            for code in _codes(value):
+                names.update(code.co_names)
+    return frozenset(names)
+
+
+def _modeling_files(model: nn.Module) -> list[ModuleType]:
+    names = {
+        base.__module__: None
+        for layer in model.modules()
+        for base in type(layer).__mro__
+        if not base.__module__.startswith(("torch.", "builtins"))
+    }
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def _wrapper_of(value: Any) -> FunctionType | None:
+    """Give transformers' wrapper behind a file's attribute, which is a module around it where `kernels` is usable."""
+    if isinstance(value, nn.Module) and hasattr(type(value), "kernel_layer_name"):
+        # The class is made around the function, which its forward holds on to.
+        cells = inspect.getclosurevars(type(value).forward).nonlocals.values()
+        return next((wrapper for cell in cells if (wrapper := _wrapper_of(cell)) is not None), None)
+    if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
+        return None
+    return value if {"torch_function", "implementation", "func_name"} <= set(value.__code__.co_freevars) else None
+
+
+def _kernel_of(original: Any, held: dict[str, Any]) -> Callable[..., Any] | None:
+    # `kernelize` replaces the forward of the object itself.
+    if isinstance(original, nn.Module) and "forward" in vars(original):
+        return original
+    return held["implementation"] if held["implementation"] is not held["torch_function"] else None
+
+
+def _codes(value: Any) -> Iterator[CodeType]:
+    if isinstance(value, property):
+        value = value.fget
+    while isinstance(value, FunctionType):
+        yield value.__code__
+        value = getattr(value, "__wrapped__", None)
