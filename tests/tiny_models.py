@@ -1,8 +1,8 @@
 """
 Tiny random models, built from configs in code: one for every causal LM type that transformers can build.
 
-A tiny config is the type's own default config with its sizes replaced: `SIZES` holds what any type may have, `OVERRIDES`
-what one type needs beside that. Layer lists are written out, so that every kind of layer occurs in 2 to 4 layers.
+A tiny config is the type's own default config with its sizes replaced: `SIZES` holds what any type may have,
+`OVERRIDES` what one type needs beside that. Layer lists are written out, so that every kind of layer occurs in 2 to 4 layers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "decoder_vocab_size": VOCAB_SIZE,
+    "unpadded_vocab_size": VOCAB_SIZE,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -201,7 +202,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "camembert": DECODER,
     "cohere2": SLIDING_FULL,
     "cohere2_moe": SLIDING_FULL,
-    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE | {"mrope_section": [3, 3, 2]}}},
     "data2vec-text": DECODER,
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": MLA | {"num_experts_per_tok": 2},
@@ -212,6 +213,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
     },
+    "dots3_note": {"text_config": MLA | {"per_layer_config": None}},
+    "dots3_note_text": MLA,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "electra": DECODER,
     "ernie": DECODER,
@@ -229,11 +232,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "hy_v4": {"indexer_types": ["full", "shared"]},
     "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
+    "inkling2_loop_text": {"layer_types": ["hybrid_sliding", "hybrid"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": LINEAR_FULL | DENSE_SPARSE3 | MLA,
     "kolibri1": SLIDING_FULL,
+    "lara_mini": {"layer_types": ["linear_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3},
     "llama4": {"text_config": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}},
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
     "longcat_flash": MLA | {"zero_expert_num": 2},
@@ -243,6 +250,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention"]},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "qwen3_5": {"text_config": LINEAR_FULL},
     "qwen3_5_moe": {"text_config": LINEAR_FULL},
@@ -260,6 +268,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "roberta-prelayernorm": DECODER,
     "roc_bert": DECODER,
     "roformer": DECODER,
+    "sarvam_mla": MLA,
     "smollm3": {"no_rope_layers": [1, 0]},
     "xlm": {"causal": True},
     "xlm-roberta": DECODER,

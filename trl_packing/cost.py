@@ -1,9 +1,11 @@
 """
-What a packed row costs, per layer kind. The unit is one token's linear work, so a model without attention costs T per row.
+What a packed row costs, per layer kind. The unit is one token's linear work, so a model without attention costs T per
+row.
 
-Every matrix and every linear-time mixer (DeltaNet, Mamba, short convolution) works per token. Only attention works per pair
-of tokens inside a segment: all causal pairs in full layers, a band in sliding layers, blocks in chunked ones. A hybrid has
-few full layers, so its rows differ less in cost than those of a plain transformer with the same token counts.
+Every matrix and every linear-time mixer (DeltaNet, Mamba, short convolution) works per token. Only attention works per
+pair of tokens inside a segment: all causal pairs in full layers, a band in sliding layers, blocks in chunked ones. A
+hybrid has few full layers, so its rows differ less in cost than those of a plain transformer with the same token
+counts.
 
 Shapes: D model width, H heads, K and V head widths, T tokens, N segments.
 """
@@ -20,8 +22,8 @@ import numpy as np
 FloatArray: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Reach: TypeAlias = Literal["full", "sliding", "chunked"]
 
-# Work of forward and backward against forward alone. Flash attention's backward has five products for the forward's two.
-# A frozen matrix (LoRA) needs no weight gradient.
+# Work of forward and backward against forward alone. Flash attention's backward has five products for the forward's
+# two. A frozen matrix (LoRA) needs no weight gradient.
 _ATTENTION_PASSES = 3.5
 _TRAINED_PASSES, _FROZEN_PASSES = 3.0, 2.0
 # Chunk of the Gated DeltaNet kernels.
@@ -51,8 +53,8 @@ class PairWork:
 
     Args:
         reach (`str`):
-            Which pairs: `"full"` all causal ones, `"sliding"` those less than `width` apart, `"chunked"` those in the same
-            block of `width` tokens.
+            Which pairs: `"full"` all causal ones, `"sliding"` those less than `width` apart, `"chunked"` those in the
+            same block of `width` tokens.
         width (`float`):
             Tokens, infinite for full attention.
         weight (`float`):
@@ -100,8 +102,8 @@ class RowCost:
 
         Args:
             config (`transformers.PretrainedConfig`):
-                Of a causal language model. Only plain attributes are read; what a configuration doesn't say is filled in
-                from the usual transformer.
+                Of a causal language model. Only plain attributes are read; what a configuration doesn't say is filled
+                in from the usual transformer.
             frozen_base (`bool`, *optional*, defaults to `False`):
                 Whether the matrices are frozen, as under LoRA: the linear work then weighs less against attention.
 
@@ -168,8 +170,8 @@ def layer_kinds(config: Any) -> list[str]:
             Text configuration.
 
     Returns:
-        `list[str]`: Such as `"full_attention"`, `"sliding_attention"`, `"linear_attention"`, `"hybrid"` for attention beside
-            a linear mixer, `"mlp"` or `"moe"` where a layer mixes nothing.
+        `list[str]`: Such as `"full_attention"`, `"sliding_attention"`, `"linear_attention"`, `"hybrid"` for attention
+            beside a linear mixer, `"mlp"` or `"moe"` where a layer mixes nothing.
     """
     kinds = _first(config, "layer_types", "layers_block_type", default=None)
     if kinds is not None:
@@ -191,8 +193,8 @@ def linear_work(config: Any) -> float:
             Text configuration.
 
     Returns:
-        `float`: Entries of all matrices a token passes through, the language-model head and the chosen experts included, and
-            the work of linear-time scans.
+        `float`: Entries of all matrices a token passes through, the language-model head and the chosen experts
+            included, and the work of linear-time scans.
     """
     width = config.hidden_size
     kinds = layer_kinds(config)
@@ -259,10 +261,10 @@ def _linear_mixer(config: Any) -> float:
         scan = heads * (_DELTA_CHUNK * (3 * qk_width + 2 * v_width) + 3 * qk_width * v_width)
         return float(matrices + scan)
     if getattr(config, "conv_L_cache", None):
-        return 4.0 * width**2
+        return float(4 * width**2)
     state = _first(config, "mamba_d_state", "ssm_state_size", "state_size", default=0)
     if not state:
-        return 4.0 * width**2
+        return float(4 * width**2)
     heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads", default=0)
     inner = heads * _first(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim", default=0)
     if not inner:

@@ -109,15 +109,15 @@ def fragment_losses(per_token_nll: torch.Tensor, is_target: torch.Tensor, info: 
     return [FragmentLoss(*row) for row in zip(info.fragments, sums, map(int, counts), strict=False)]
 
 
-def sample_losses(fragments: Sequence[FragmentLoss], samples: Sequence[int]) -> list[dict[str, Any]]:
+def sample_losses(fragments: Sequence[FragmentLoss], samples: Sequence[int] | None) -> list[dict[str, Any]]:
     """
     Bring the losses of all ranks into data order, one entry per sample. Every rank must call it.
 
     Args:
         fragments (`Sequence[FragmentLoss]`):
             Of this rank.
-        samples (`Sequence[int]`):
-            Sample number of each fragment number.
+        samples (`Sequence[int]`, *optional*):
+            Sample number of each fragment number. In a stream the two are the same.
 
     Returns:
         `list[dict]`: `sample`, `loss` (mean over its predicted tokens, in nats, or `None` without one) and
@@ -125,7 +125,7 @@ def sample_losses(fragments: Sequence[FragmentLoss], samples: Sequence[int]) -> 
     """
     sums: dict[int, tuple[float, int]] = {}
     for fragment in gather_object(list(fragments)):
-        sample = int(samples[fragment.fragment])
+        sample = fragment.fragment if samples is None else int(samples[fragment.fragment])
         nll, num_targets = sums.get(sample, (0.0, 0))
         sums[sample] = nll + fragment.nll, num_targets + fragment.num_targets
     return [

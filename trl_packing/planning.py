@@ -112,28 +112,46 @@ class TrainPlan:
         """The data set of fragments that the sampler's numbers refer to."""
         return FragmentDataset(self.dataset, self.for_epoch(0).fragments)
 
-    def fingerprint(self, num_ranks: int) -> dict[str, Any]:
-        """What the plan was made from, for a resumed run to compare."""
-        digest = hashlib.sha256(self.samples.lengths.tobytes() + self.samples.untrainable.tobytes())
-        return {
-            "packing": self.args.packing,
-            "token_budget": self._row_budget if self.args.packing else None,
-            "max_length": self.args.max_length,
-            "max_segments": self.args.max_segments,
-            "overlong": self.args.resolved_overlong,
-            "truncation_mode": self.args.truncation_mode,
-            "packing_order": self.args.packing_order,
-            "seed": self.seed,
-            "num_samples": int(self.samples.lengths.size),
-            "num_tokens": int(self.samples.lengths.sum()),
-            "lengths": digest.hexdigest()[:16],
-            "rows_per_step": num_ranks * self.args.gradient_accumulation_steps
-            if self.args.packing
-            else num_ranks * self.args.gradient_accumulation_steps * self.args.per_device_train_batch_size,
+
+def plan_fingerprint(args: PackedSFTConfig, samples: SampleTable | None) -> dict[str, Any]:
+    """
+    Say what a plan was made from, for a resumed run to compare.
+
+    Args:
+        args ([`PackedSFTConfig`]):
+            The run's settings.
+        samples ([`SampleTable`], *optional*):
+            Of the training set; `None` for a stream.
+
+    Returns:
+        `dict[str, Any]`: JSON values.
+    """
+    samples_per_row = 1 if args.packing else args.per_device_train_batch_size
+    fingerprint = {
+        "packing": args.packing,
+        "token_budget": args.resolved_token_budget if args.packing else None,
+        "pad_to_multiple_of": args.pad_to_multiple_of if args.packing else None,
+        "max_length": args.max_length,
+        "max_segments": args.max_segments,
+        "overlong": args.resolved_overlong,
+        "truncation_mode": args.truncation_mode,
+        "packing_order": args.packing_order,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "ranks x gradient_accumulation_steps x samples per row": args.world_size
+        * args.gradient_accumulation_steps
+        * samples_per_row,
+    }
+    if samples is not None:
+        digest = hashlib.sha256(samples.lengths.tobytes() + samples.untrainable.tobytes())
+        fingerprint |= {
+            "number of samples": int(samples.lengths.size),
+            "number of tokens": int(samples.lengths.sum()),
+            "hash of the samples' lengths": digest.hexdigest()[:16],
         }
+    return fingerprint
 
 
-def plan_evaluation(dataset: Dataset, args: PackedSFTConfig, *, packed: bool) -> tuple[PackPlan, SampleTable]:
+def plan_evaluation(dataset: Dataset, args: PackedSFTConfig, *, packed: bool) -> PackPlan:
     """
     Plan the rows of an evaluation, in data order where they are not packed.
 
@@ -146,7 +164,7 @@ def plan_evaluation(dataset: Dataset, args: PackedSFTConfig, *, packed: bool) ->
             Whether rows are filled up to the token budget. Otherwise a row holds `per_device_eval_batch_size` samples.
 
     Returns:
-        `tuple[PackPlan, SampleTable]`: The plan, and what it was made from.
+        [`PackPlan`]: Of the one pass.
     """
     overlong = "truncate" if args.resolved_overlong == "error" else args.resolved_overlong
     keep_end = args.truncation_mode == "keep_end"
@@ -159,6 +177,6 @@ def plan_evaluation(dataset: Dataset, args: PackedSFTConfig, *, packed: bool) ->
     }
     if packed:
         budget = args.resolved_token_budget or int(samples.lengths.max())
-        return plan_packs(samples.lengths, budget, order="best_fit", max_segments=args.max_segments, **cuts), samples
+        return plan_packs(samples.lengths, budget, order="best_fit", max_segments=args.max_segments, **cuts)
     order = np.arange(samples.lengths.size)
-    return plan_batches(samples.lengths, args.per_device_eval_batch_size, order=order, **cuts), samples
+    return plan_batches(samples.lengths, args.per_device_eval_batch_size, order=order, **cuts)

@@ -171,7 +171,7 @@ def choose_attention(
     )
     if model_class is None:
         return VARLEN, "the default"
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if not model_class._can_set_attn_implementation():
         name = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
         return name, f"{model_class.__name__} takes no other attention"
     reason = _why_not_flash(config.get_text_config(), model_class, dtype, device)

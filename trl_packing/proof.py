@@ -42,3 +42,9 @@ def prove_isolation(model: nn.Module, accelerator: Accelerator) -> IsolationRepo
         raise LeakError(f"The isolation check failed on another rank: {failures[0]}")
     assert report is not None
     return report
+
+
+def isolation_line(report: IsolationReport) -> str:
+    """Say in one line what a passed check found."""
+    effects = ", ".join(f"{probe.name} {probe.effect:.1g}" for probe in report.probes)
+    return f"Isolation: proven on {report.model}, {report.dtype}, {report.attn_implementation} attention ({effects})."

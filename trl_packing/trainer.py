@@ -31,12 +31,14 @@ from .cost import RowCost
 from .dataset import FragmentDataset, drop_masked_tokens
 from .errors import PackingError
 from .evaluation import FragmentLoss, TokenSums, fragment_losses, sample_losses, token_metrics, write_jsonl
-from .planning import TrainPlan, plan_evaluation
+from .planning import TrainPlan, plan_evaluation, plan_fingerprint
 from .preflight import check_model, choose_attention, refuse_parallelism, refuse_settings
+from .proof import isolation_line, prove_isolation
 from .register import register_ops
 from .report import PlanReport
 from .resume import check_resume, last_whole_checkpoint, write_resume_state
 from .sampler import RankedBatchSampler
+from .streaming import RowStream
 
 logger = get_logger(__name__)
 
@@ -176,11 +178,17 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Give this rank's packed rows, already divided among the ranks."""
+        collate = RowCollator(self.data_collator)
         if not isinstance(self.train_dataset, Dataset):
-            raise PackingError("Streaming data sets are not supported yet. Load the data set without streaming.")
+            args = self.args
+            self._sampler = None
+            stream = self._stream(
+                self.train_dataset, args.packing, args.per_device_train_batch_size, args.gradient_accumulation_steps
+            )
+            return self._loader(stream, None, collate, training=True)
         sampler = self._plan_training()
         assert self._train_plan is not None
-        return self._loader(self._train_plan.fragments(), sampler, RowCollator(self.data_collator), training=True)
+        return self._loader(self._train_plan.fragments(), sampler, collate, training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Give this rank's rows of an evaluation set."""
@@ -190,7 +198,11 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
         if dataset is None:
             raise PackingError("Evaluation needs a data set. Pass `eval_dataset`.")
         mode = self._eval_mode()
-        plan, _ = plan_evaluation(dataset, self.args, packed=mode == "packed")
+        collate = PaddedCollator(self._padded_collator) if mode == "padded" else RowCollator(self.data_collator)
+        if not isinstance(dataset, Dataset):
+            stream = self._stream(dataset, mode == "packed", self.args.per_device_eval_batch_size, 1)
+            return self._loader(stream, None, collate)
+        plan = plan_evaluation(dataset, self.args, packed=mode == "packed")
         sampler = RankedBatchSampler(
             lambda _: plan,
             num_epochs=1,
@@ -198,10 +210,20 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
             rank=self.accelerator.process_index,
             balance="none",
         )
-        collate = PaddedCollator(self._padded_collator) if mode == "padded" else RowCollator(self.data_collator)
         return self._loader(FragmentDataset(dataset, plan.fragments), sampler, collate)
 
     get_test_dataloader = get_eval_dataloader
+
+    def _stream(self, dataset: Any, packed: bool, samples_per_row: int, rows_per_step: int) -> RowStream:
+        return RowStream(
+            dataset,
+            self.args,
+            packed=packed,
+            samples_per_row=samples_per_row,
+            num_ranks=self.accelerator.num_processes,
+            rank=self.accelerator.process_index,
+            rows_per_step=rows_per_step,
+        )
 
     def _eval_mode(self) -> str:
         """`packed` to the budget, `flat` (the batch's samples end to end), or `padded`."""
@@ -210,12 +232,17 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
         return "packed" if self._settings.eval_packing else "padded"
 
     def _loader(
-        self, dataset: FragmentDataset, sampler: RankedBatchSampler, collate: Any, training: bool = False
+        self,
+        dataset: FragmentDataset | RowStream,
+        sampler: RankedBatchSampler | None,
+        collate: Any,
+        training: bool = False,
     ) -> DataLoader[Any]:
         args = self.args
-        loader = DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_sampler=sampler,  # type: ignore[arg-type]
+            # A stream gives whole rows.
+            **({"batch_size": None} if sampler is None else {"batch_sampler": sampler}),
             collate_fn=collate,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and self.accelerator.device.type == "cuda",
@@ -368,9 +395,12 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
         checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
         self._total_train_tokens = 0
         if checkpoint is not None:
-            assert self._train_plan is not None
-            self._total_train_tokens = check_resume(checkpoint, self._train_plan.fingerprint(self.args.world_size))
+            self._total_train_tokens = check_resume(checkpoint, self._fingerprint())
         return result
+
+    def _fingerprint(self) -> dict[str, Any]:
+        samples = None if self._train_plan is None else self._train_plan.samples
+        return plan_fingerprint(self.args, samples)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # `evaluate` before `train` marks the bare model as prepared, and DDP would never wrap it.
@@ -385,10 +415,8 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
         if self.args.isolation_check == "off":
             self.accelerator.print("Isolation check: off (`isolation_check: off`). Nothing proves that samples stay apart.")
             return
-        from .proof import prove_isolation
-
         self.isolation_report = prove_isolation(self.model, self.accelerator)
-        self.accelerator.print(self.isolation_report.to_text())
+        self.accelerator.print(isolation_line(self.isolation_report))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # The Trainer's own `set_epoch` does not reach a sampler that a resumed run has wrapped.
@@ -399,10 +427,10 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         pending = torch.as_tensor(self._sums["train"].sums["tokens"], device=self.accelerator.device)
         num_tokens = self._total_train_tokens + int(self.accelerator.reduce(pending, reduction="sum"))
-        if self.args.should_save and self._train_plan is not None:
+        if self.args.should_save:
             checkpoint = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
             checkpoint.mkdir(parents=True, exist_ok=True)
-            write_resume_state(checkpoint, self._train_plan.fingerprint(self.args.world_size), num_tokens)
+            write_resume_state(checkpoint, self._fingerprint(), num_tokens)
         super()._save_checkpoint(model, trial)
 
     # ---- evaluation
@@ -425,8 +453,8 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
         self._metrics["eval"].update({name: [value] for name, value in token_metrics(totals).items()})
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
         if self._fragment_losses is not None:
-            fragments: FragmentDataset = dataloader.dataset  # type: ignore[assignment]
-            entries = sample_losses(self._fragment_losses, fragments.fragments[:, 0])
+            fragments = getattr(dataloader.dataset, "fragments", None)
+            entries = sample_losses(self._fragment_losses, None if fragments is None else fragments[:, 0])
             if self.accelerator.is_main_process:
                 name = metric_key_prefix.removeprefix("eval").strip("_")
                 write_jsonl(_named(per_sample, name), entries)

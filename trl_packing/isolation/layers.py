@@ -12,9 +12,10 @@ Shapes: T tokens in the row, N segments.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,21 +24,57 @@ from torch import nn
 
 from .row import token_effects
 
+_Key = tuple[str, int]
+
+# Added to a layer's name for the calls of its convolution.
+_CONVOLUTION = " convolution"
+
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Parts of class names, lower case. The order matters: `KimiDeltaAttention` is a recurrence.
-_RECURRENCES = ("mamba", "delta", "ssm", "recurrent", "rglru", "rwkv", "lstm", "lightning", "linearattention", "retention")
+_RECURRENCES = (
+    "mamba",
+    "delta",
+    "ssm",
+    "recurrent",
+    "rglru",
+    "rwkv",
+    "lstm",
+    "lightning",
+    "linearattention",
+    "retention",
+)
 _EXPERTS = ("moe", "router", "expert", "sparse")
 
 
 @dataclass
 class Entry:
-    """One layer in which other segments' tokens became different, and by how much per token (`[T]`, float32, host)."""
+    """
+    One layer in which other segments' tokens became different, and by how much per token (`[T]`, float32, host).
+
+    `mask` is the attention mask that it was called with, `is_convolution` whether its short convolution is where they did.
+    """
 
     name: str
     module: nn.Module
     effects: torch.Tensor
     mask: torch.Tensor | None = None
+    is_convolution: bool = False
+
+
+@dataclass
+class Flow:
+    """Sizes of the gradients that arrive at one layer's outputs and leave at its inputs, during the latest backward."""
+
+    name: str = ""
+    module: nn.Module | None = None
+    into: list[float] = field(default_factory=list)
+    out: list[float] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget the latest backward."""
+        self.into.clear()
+        self.out.clear()
 
 
 @dataclass
@@ -64,7 +101,8 @@ class LayerWatch:
             for name, module in model.named_modules()
             if not type(module).__module__.startswith("torch.nn.") and not hasattr(module, "base_layer")
         ]
-        self._calls: dict[tuple[str, int], _Call] = {}
+        self._convolutions = [module for module in model.modules() if isinstance(module, nn.Conv1d)]
+        self._calls: dict[_Key, _Call] = {}
 
     def order(self) -> list[str]:
         """Name the recorded layers in the order in which they end."""
@@ -74,11 +112,11 @@ class LayerWatch:
     def recording(self) -> Iterator[None]:
         """Keep what each layer gets and gives while the unchanged row runs. Outputs are copied to the host."""
 
-        def note(key: tuple[str, int], module: nn.Module, prints: list[torch.Tensor], mask: Any, output: Any) -> None:
+        def note(key: _Key, module: nn.Module | None, prints: list[torch.Tensor], mask: Any, output: Any) -> None:
             outputs = [tensor.detach().to("cpu", copy=True) for tensor in self._token_tensors(output)]
             self._calls[key] = _Call(prints, outputs)
 
-        with self._hooks(note):
+        with self._hooks(self._fingerprints, note):
             yield
 
     @contextmanager
@@ -94,10 +132,9 @@ class LayerWatch:
             `list[Entry]`: Filled during the run, in the order in which the layers end.
         """
         entries: list[Entry] = []
+        leaking_convolutions: set[str] = set()
 
-        def compare(
-            key: tuple[str, int], module: nn.Module, prints: list[torch.Tensor], mask: Any, output: Any
-        ) -> Any:
+        def compare(key: _Key, module: nn.Module | None, prints: list[torch.Tensor], mask: Any, output: Any) -> Any:
             call = self._calls.get(key)
             tensors = list(self._token_tensors(output))
             if call is None or [tensor.shape for tensor in tensors] != [tensor.shape for tensor in call.outputs]:
@@ -108,44 +145,89 @@ class LayerWatch:
                 effects = torch.maximum(effects, moved.where(watched, 0.0))
             if not effects.any() or not _equal_at(watched, call.fingerprints, prints):
                 return None
-            entries.append(Entry(key[0], module, effects, mask))
+            if module is None:
+                leaking_convolutions.add(key[0].removesuffix(_CONVOLUTION))
+                return None
+            entries.append(Entry(key[0], module, effects, mask, key[0] in leaking_convolutions))
             recorded_outputs = iter(call.outputs)
             return self._map_tokens(output, lambda tensor: self._held(tensor, next(recorded_outputs), watched))
 
-        with self._hooks(compare):
+        with self._hooks(self._fingerprints, compare):
             yield entries
 
     @contextmanager
-    def _hooks(self, visit: Callable[..., Any]) -> Iterator[None]:
+    def tracing_gradients(self, size: Callable[[torch.Tensor], float]) -> Iterator[list[Flow]]:
+        """
+        Follow gradients through each layer of a run.
+
+        Args:
+            size (`Callable`):
+                Measures a gradient with one row per token, `[T, ...]`.
+
+        Yields:
+            `list[Flow]`: Filled during the run, in the order in which the layers end; the sizes during each backward.
+        """
+        flows: list[Flow] = []
+
+        def enter(tensors: list[torch.Tensor]) -> Flow:
+            flow = Flow()
+            follow(tensors, flow.into)
+            return flow
+
+        def leave(key: _Key, module: nn.Module | None, flow: Flow, mask: Any, output: Any) -> None:
+            flow.name, flow.module = key[0], module
+            follow(list(self._token_tensors(output)), flow.out)
+            flows.append(flow)
+
+        def follow(tensors: list[torch.Tensor], sizes: list[float]) -> None:
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: sizes.append(size(self._rows(gradient))))
+
+        with self._hooks(enter, leave):
+            yield flows
+
+    @contextmanager
+    def _hooks(self, enter: Callable[[list[torch.Tensor]], Any], leave: Callable[..., Any]) -> Iterator[None]:
+        """
+        Call `enter(inputs)` before each layer, and `leave(key, module, what enter gave, mask, output)` after it.
+
+        The same for each short convolution, as a call without a module, named after the layer that calls it.
+        """
         counts: Counter[str] = Counter()
-        open_calls: dict[str, list[tuple[list[torch.Tensor], Any]]] = {}
-        handles = []
+        open_calls: list[tuple[str, Any, Any]] = []
+
+        def finish(name: str, module: nn.Module | None, entered: Any, mask: Any, output: Any) -> Any:
+            key = (name, counts[name])
+            counts[name] += 1
+            return leave(key, module, entered, mask, output)
 
         def before(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
                 inputs = (args, {key: value for key, value in kwargs.items() if key != "attention_mask"})
-                prints = [self._fingerprint(tensor) for tensor in self._token_tensors(inputs)]
-                open_calls.setdefault(name, []).append((prints, kwargs.get("attention_mask")))
+                open_calls.append((name, enter(list(self._token_tensors(inputs))), kwargs.get("attention_mask")))
 
             return hook
 
-        def after(name: str) -> Callable[..., Any]:
-            def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-                prints, mask = open_calls[name].pop()
-                key = (name, counts[name])
-                counts[name] += 1
-                return visit(key, module, prints, mask, output)
+        def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            name, entered, mask = open_calls.pop()
+            return finish(name, module, entered, mask, output)
 
-            return hook
+        def after_convolution(hidden: torch.Tensor, output: Any) -> None:
+            # Channels first, and as many extra places at the end as the convolution is wide.
+            if open_calls and isinstance(output, torch.Tensor) and hidden.ndim == output.ndim == 3:
+                rows, results = hidden.transpose(1, 2), output[..., : hidden.shape[-1]].transpose(1, 2)
+                finish(open_calls[-1][0] + _CONVOLUTION, None, enter(list(self._token_tensors(rows))), None, results)
 
-        try:
+        with ExitStack() as stack:
             for name, module in self._layers:
-                handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
-                handles.append(module.register_forward_hook(after(name), with_kwargs=True))
+                stack.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+            for module in self._convolutions:
+                hook = module.register_forward_hook(lambda _, args, output: after_convolution(args[0], output))
+                stack.callback(hook.remove)
+            stack.enter_context(_observed_convolution_functions(self._layers, after_convolution))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     # ---- tensors with one row per token
 
@@ -180,12 +262,15 @@ class LayerWatch:
         hold = watched.to(tensor.device).view(-1, *[1] * (self._rows(tensor).ndim - 1))
         return torch.where(hold, recorded.to(tensor.device), tensor)
 
-    def _fingerprint(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fingerprints(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Hash each token's vector bit by bit, int64 `[T]`: integer sums do not depend on their order."""
-        rows = self._rows(tensor.detach()).reshape(self._num_tokens, -1).contiguous()
-        bits = rows.view(_INTEGER_OF_SIZE[rows.element_size()]).long()
-        factors = torch.arange(1, 2 * bits.shape[1], 2, device=bits.device) * 0x9E3779B97F4A7C1
-        return (bits * factors).sum(dim=-1)
+        prints = []
+        for tensor in tensors:
+            rows = self._rows(tensor.detach()).reshape(self._num_tokens, -1).contiguous()
+            bits = rows.view(_INTEGER_OF_SIZE[rows.element_size()]).long()
+            factors = torch.arange(1, 2 * bits.shape[1], 2, device=bits.device) * 0x9E3779B97F4A7C1
+            prints.append((bits * factors).sum(dim=-1))
+        return prints
 
 
 def kind_of(module: nn.Module) -> str:
@@ -203,14 +288,10 @@ def kind_of(module: nn.Module) -> str:
         return "convolution"
     if "attention" in name or "attn" in name:
         return "attention"
-    if any(part in name for part in _EXPERTS) or hasattr(module, "experts"):
+    is_container = name.endswith(("layer", "model", "lm", "generation"))
+    if hasattr(module, "experts") or (any(part in name for part in _EXPERTS) and not is_container):
         return "router"
     return "layer"
-
-
-def has_convolution(module: nn.Module) -> bool:
-    """Say whether a layer convolves over the row, beside whatever else it does."""
-    return any(isinstance(part, nn.Conv1d) or "conv" in type(part).__name__.lower() for part in module.modules())
 
 
 def mask_opens(mask: Any, queries: torch.Tensor, keys: torch.Tensor) -> bool:
@@ -233,3 +314,29 @@ def _equal_at(watched: torch.Tensor, first: list[torch.Tensor], second: list[tor
     if len(first) != len(second):
         return False
     return all(bool((one == two).cpu()[watched].all()) for one, two in zip(first, second, strict=True))
+
+
+@contextmanager
+def _observed_convolution_functions(
+    layers: list[tuple[str, nn.Module]], observe: Callable[[torch.Tensor, Any], None]
+) -> Iterator[None]:
+    """Pass input and output of every call of transformers' convolution function, which is no module, to `observe`."""
+
+    def observed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            output = original(hidden_states, *args, **kwargs)
+            observe(hidden_states, output)
+            return output
+
+        return call
+
+    names = {base.__module__ for _, module in layers for base in type(module).__mro__}
+    files = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), "causal_conv1d_fn")]
+    originals = [(file, file.causal_conv1d_fn) for file in files]
+    try:
+        for file, original in originals:
+            file.causal_conv1d_fn = observed(original)  # type: ignore[attr-defined]
+        yield
+    finally:
+        for file, original in originals:
+            file.causal_conv1d_fn = original  # type: ignore[attr-defined]

@@ -54,7 +54,15 @@ def _draw(axes: Any, title: str, matrix: np.ndarray, lengths: tuple[int, ...]) -
     for source in range(len(lengths)):
         for target in range(len(lengths)):
             value = shown[source, target]
-            text = "itself" if source == target else "not\nmeasured" if np.isnan(value) else f"{value:.0e}" if value else "0"
+            text = (
+                "itself"
+                if source == target
+                else "not\nmeasured"
+                if np.isnan(value)
+                else f"{value:.0e}"
+                if value
+                else "0"
+            )
             dark = np.isfinite(value) and value > 1e-3
             axes.text(target, source, text, ha="center", va="center", fontsize=9, color="white" if dark else "0.25")
     names = [f"{index}\n({length})" for index, length in enumerate(lengths)]

@@ -13,18 +13,22 @@ from ..errors import LeakError
 
 PASSED, FAILED, NOT_RUN, OFF = "passed", "failed", "could not run", "turned off"
 
+_UNPACKED = "train it unpacked, with TRL's own `SFTTrainer`, `packing: false` and `padding_free: false`."
+_OTHER_ATTENTION = (
+    'Load the model with `attn_implementation="varlen"` or with flash attention, and pass no `attention_mask`; if it '
+    f"supports neither, {_UNPACKED}"
+)
+_OTHER_OPERATIONS = f"Call `register_ops(model)`, or install the kernels that `trl-packing doctor` names; if it leaks even then, {_UNPACKED}"
 _WAYS_OUT = {
-    "attention": (
-        'Load the model with `attn_implementation="varlen"` after `register_ops()`, or with flash attention, and pass no '
-        "`attention_mask`; where its attention has a bias of its own (ALiBi), train it unpacked."
-    ),
-    "convolution": "Call `register_ops(model)`, or install the kernels that `trl-packing doctor` names.",
-    "recurrence": "Call `register_ops(model)`, or install the kernels that `trl-packing doctor` names.",
-    "router": "Its routing looks at the whole row, which no boundary keyword changes: train this model unpacked.",
-    "position": "The model does not take each segment's positions from `position_ids`: train it unpacked.",
-    "layer": "This layer reads other tokens without the boundary keywords: train this model unpacked.",
+    "attention": _OTHER_ATTENTION,
+    "mask": _OTHER_ATTENTION,
+    "convolution": _OTHER_OPERATIONS,
+    "recurrence": _OTHER_OPERATIONS,
+    "router": f"Its routing looks at the whole row, which no boundary keyword changes: {_UNPACKED}",
+    "position": f"The model does not take each segment's positions from `position_ids`: {_UNPACKED}",
+    "layer": f"It reads other tokens without the boundary keywords: {_UNPACKED}",
+    "varlen": f"Its attention has a bias or a mask of its own, or the boundaries never reach it: {_UNPACKED}",
 }
-_WAYS_OUT["mask"] = _WAYS_OUT["attention"]
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class IsolationReport:
                 lines.append(f"  {leak.name}"[:80])
                 effect = f"{leak.kind}, segment {leak.source} moves {leak.target} by {_number(leak.effect)}"
                 lines += _wrapped(f"{leak.class_name}: {effect}", indent="    ")
-            lines += _wrapped(_WAYS_OUT[self.layers[0].kind])
+            lines += _wrapped(self._way_out())
         for note in self.notes:
             lines += ["", *_wrapped(note)]
         return "\n".join(lines)
@@ -182,8 +186,8 @@ class IsolationReport:
             raise LeakError(
                 f"Segments of a packed row must not influence one another, but changing segment {leak.source} moves segment "
                 f"{leak.target} by {_number(leak.effect)} (relative) in `{leak.name}` ({leak.class_name}, {leak.kind}) of "
-                f"{self.model}, and the logits by up to {_number(self.max_leak)}. {len(self.layers)} of its layers leak. "
-                f"{_WAYS_OUT[leak.kind]}"
+                f"{self.model}. The largest effect on logits or gradients is {_number(self.max_leak)}, and {len(self.layers)} "
+                f"of its layers leak. {self._way_out()}"
             )
         bad = next(probe for probe in self.probes if probe.status in (FAILED, NOT_RUN))
         if bad.status == NOT_RUN:
@@ -191,17 +195,22 @@ class IsolationReport:
                 f"Packed training needs proof that segments do not influence one another, but the {bad.name} probe could not "
                 f"run on {self.model}: {bad.detail}"
             )
-        way_out = _WAYS_OUT["position"] if bad.name == "alone" else "Run `trl-packing doctor` on this model."
         raise LeakError(
-            f"Segments of a packed row must not influence one another, but the {bad.name} probe found an effect of "
-            f"{_number(bad.effect)} (relative) on {self.model}, where {_number(bad.allowed)} is rounding. {bad.detail} {way_out}"
+            f"Segments of a packed row must give what they give alone, but the {bad.name} probe measured {_number(bad.effect)} "
+            f"(relative) on {self.model}, where the limit is {_number(bad.allowed)}. {bad.detail} {self._way_out()}"
         )
+
+    def _way_out(self) -> str:
+        if not self.layers:
+            return _WAYS_OUT["position" if self.max_leak == 0 else "layer"]
+        kind = self.layers[0].kind
+        return _WAYS_OUT["varlen" if kind in ("attention", "mask") and self.attn_implementation == "varlen" else kind]
 
 
 def _number(value: float) -> str:
     if value != value:
         return "-"
-    return "0" if value == 0 else f"{value:.1e}"
+    return f"{value:.2g}"
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

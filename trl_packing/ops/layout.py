@@ -143,24 +143,24 @@ def check_boundaries(
 
 def cumsum_in_segments(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
     """
-    Sum along the last dimension from the start of each segment.
+    Sum over the slots of each chunk, from the start of each segment.
 
     A plain cumsum minus its value at the start would let the rounding of one segment depend on the others.
 
     Args:
         values (`torch.Tensor`):
-            Float of shape `[M, H, C]`.
+            Float of shape `[M, H, C]` or `[M, H, C, K]`.
         segments (`torch.Tensor`):
             Integer of shape `[M, C]`.
 
     Returns:
-        `torch.Tensor`: Shape `[M, H, C]`.
+        `torch.Tensor`: Shape of `values`.
     """
     distance = 1
-    while distance < values.shape[-1]:
-        joined = (segments[:, distance:] == segments[:, :-distance])[:, None]
-        shifted = torch.where(joined, values[..., :-distance], 0)
-        values = values + F.pad(shifted, (distance, 0))
+    while distance < segments.shape[1]:
+        joined = (segments[:, distance:] == segments[:, :-distance])[(slice(None), None, ..., *[None] * (values.ndim - 3))]
+        earlier = torch.where(joined, values[:, :, :-distance], 0)
+        values = values + F.pad(earlier, (0, 0) * (values.ndim - 3) + (distance, 0))
         distance *= 2
     return values
 

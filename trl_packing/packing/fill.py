@@ -14,10 +14,12 @@ import numpy as np
 
 IntArray: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-# The low bits of a key hold an open row's number, the high bits its free space. Few bits keep the integers small and fast.
+# The low bits of a key hold an open row's number, the high bits its free space. Few bits keep the integers small and
+# fast.
 _ROW_BITS = 10
 _ROW_MASK = (1 << _ROW_BITS) - 1
 _BLOCK = 2**17
+MAX_OPEN_ROWS = 1_000
 
 
 def best_fit_decreasing(
@@ -78,19 +80,33 @@ def best_fit_decreasing(
 
 def _by_falling_length(lengths: IntArray, rng: np.random.Generator) -> IntArray:
     """Fragment numbers, longest first, fragments of one length in random order."""
-    order = _shuffled_numbers(lengths.size, rng)
     longest = int(lengths.max())
+    order: IntArray | None = None
     # numpy sorts 16-bit keys by radix, several times faster than wider ones: sort by the low half, then the high half.
     for shift in range(0, (longest - 1).bit_length() or 1, 16):
         keys = ((longest - lengths) >> shift).astype(np.uint16)
-        order = order[np.argsort(keys[order], kind="stable")]
+        if order is not None:
+            keys = keys[order]
+        places = np.argsort(keys, kind="stable").astype(_number_type(lengths.size))
+        order = places if order is None else order[places]
+    assert order is not None
+    # Shuffling each group of equal lengths by itself stays in the processor's cache.
+    ends = _offsets(np.bincount(lengths)[::-1])
+    several = np.flatnonzero(np.diff(ends) > 1)
+    for start, stop in zip(ends[several].tolist(), ends[several + 1].tolist(), strict=True):
+        rng.shuffle(order[start:stop])
     return order
 
 
 def _shuffled_numbers(num: int, rng: np.random.Generator) -> IntArray:
-    numbers: IntArray = np.arange(num, dtype=np.int32 if num < 2**31 else np.int64)
+    numbers: IntArray = np.arange(num, dtype=_number_type(num))
     rng.shuffle(numbers)
     return numbers
+
+
+def _number_type(num: int) -> Any:
+    """The smaller integers halve the memory of large plans."""
+    return np.int32 if num < 2**31 else np.int64
 
 
 def _offsets(sizes: IntArray) -> IntArray:
@@ -239,6 +255,20 @@ class OnlineBestFit:
             row, self._rows[number] = self._rows[number], []
             self._unused.append(number)
             yield row
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the open rows as JSON values."""
+        open_rows = [[key >> _ROW_BITS, key & _ROW_MASK, self._rows[key & _ROW_MASK]] for key in self._keys]
+        return {"num_items": self.num_items, "open_rows": open_rows, "unused": self._unused}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the open rows of another filler with the same arguments."""
+        self.num_items = state["num_items"]
+        self._keys = [space << _ROW_BITS | number for space, number, _ in state["open_rows"]]
+        self._rows = [[] for _ in range(self.num_open_rows + 1)]
+        for _, number, row in state["open_rows"]:
+            self._rows[number] = list(row)
+        self._unused = list(state["unused"])
 
 
 def online_best_fit(

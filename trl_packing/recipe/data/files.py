@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ...errors import PackingError
+
+logger = logging.getLogger(__name__)
 
 # File name suffix to the name of the loader in `datasets`. Compressed files of these kinds work too.
 LOADERS = {
@@ -68,6 +71,10 @@ def check_files(path: Path) -> None:
         raise PackingError(f"The folder {path} has no data file. Known suffixes: {', '.join(LOADERS)}.")
     # Notes and licences are text files too. A data card says which files belong to which configuration.
     structured = {kind: file for kind, file in kinds.items() if kind != "text"}
+    if structured and "text" in kinds:
+        logger.warning(
+            f"Text files such as {kinds['text']} are not read, because the folder has {', '.join(structured)}."
+        )
     if len(structured) > 1 and not (path / "README.md").is_file():
         found = ", ".join(str(file.relative_to(path)) for file in structured.values())
         raise PackingError(

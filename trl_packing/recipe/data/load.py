@@ -80,7 +80,7 @@ def _load_named(script_args: ScriptArguments) -> Any:
         if path.is_dir():
             return datasets.load_dataset(str(path), name=script_args.dataset_config, streaming=streaming)
         _ignore_config(script_args)
-        return datasets.load_dataset(_loader(path), data_files={"train": str(path)}, streaming=streaming)
+        return datasets.load_dataset(_loader(path), data_files={"train": str(path.resolve())}, streaming=streaming)
 
 
 def _load_mixture(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) -> Any:
@@ -118,7 +118,7 @@ def _local_files(path: Path, split: str) -> tuple[str, Any] | None:
     """Loader and files of a mixture entry that `load_dataset` does not take by its path, or `None` where it does."""
     if path.is_file():
         check_files(path)
-        return _loader(path), str(path)
+        return _loader(path), str(path.resolve())
     if not is_saved_dataset(path):
         check_files(path)
         return None
@@ -131,7 +131,7 @@ def _local_files(path: Path, split: str) -> tuple[str, Any] | None:
 
 def _loader(path: Path) -> str:
     """What `load_dataset` takes as path for one file. Given the folder, it sees by itself that tabs separate a TSV."""
-    return str(path.parent) if ".tsv" in path.suffixes else str(loader_for(path))
+    return str(path.resolve().parent) if ".tsv" in path.suffixes else str(loader_for(path))
 
 
 def _base_split(split: str) -> str:

@@ -36,7 +36,7 @@ KNOWN_ROLES = (
 _ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
 _NUM_PEEKED = 100
-_BATCH = 10_000
+_BATCH = 1_000
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ def _check_all(dataset: Dataset, rules: _Rules, name: str) -> None:
     start = 0
     with tqdm(total=len(dataset), desc=f"Checking the {name} set", delay=1, disable=quiet, leave=False) as bar:
         for table in tables.iter(_BATCH):
-            for batch in table.to_batches():
+            # A shuffled set gives one chunk per sample.
+            for batch in table.combine_chunks().to_batches():
                 stop = start + batch.num_rows
                 if not _surely_right(batch, rules):
                     for index, sample in enumerate(plain.select(range(start, stop)), start):
@@ -260,7 +261,7 @@ def _shown(value: Any) -> str:
 def _surely_right(batch: pa.RecordBatch, rules: _Rules) -> bool:
     """Whether the plain definition accepts every sample of a batch. `False` only means that it has to be asked."""
     columns = [batch.column(column) for column in rules.columns]
-    if any(column.null_count for column in columns):
+    if any(column.null_count for column in columns) or not all(_is_valid(column) for column in columns):
         return False
     if rules.tokenized:
         return _tokens_right(columns)
@@ -307,6 +308,15 @@ def _tokens_right(columns: list[pa.Array]) -> bool:
     return bool(
         pc.all(pc.greater(first, 0)).as_py() and all(pc.all(pc.equal(other, first)).as_py() for other in others)
     )
+
+
+def _is_valid(column: pa.Array) -> bool:
+    """Whether all text is UTF-8, which Arrow's readers do not ask and the first reader of a sample does."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _is_text(kind: pa.DataType) -> bool:

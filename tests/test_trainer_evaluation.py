@@ -1,0 +1,155 @@
+"""Evaluation: the token-weighted loss of the set, whatever the batches, and per-sample losses in data order."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from training import conversations, gradients_alone, model_of, packed_trainer
+
+VARIANTS = {
+    "flat": {"packing": False},
+    "flat_batch_1": {"packing": False, "per_device_eval_batch_size": 1},
+    "packed": {"packing": True},
+    "packed_small_rows": {"packing": True, "token_budget": 256},
+    "packed_eval_only": {"packing": False, "eval_packing": True},
+    "padded": {"packing": True, "eval_packing": False, "per_device_eval_batch_size": 5},
+    "padded_batch_1": {"packing": True, "eval_packing": False, "per_device_eval_batch_size": 1},
+    "aligned": {"packing": True, "pad_to_multiple_of": 64},
+    "fixed": {"packing": True, "row_shape": "fixed", "max_segments": 12, "token_budget": 512},
+    "split": {"packing": True, "overlong": "split", "max_length": 200},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Weights that predict some tokens right, so that an accuracy can be wrong."""
+    folder = tmp_path_factory.mktemp("trained")
+    trainer = packed_trainer(folder, conversations(40), packing=True, max_steps=25, learning_rate=1e-2)
+    trainer.train()
+    return trainer.model.state_dict()
+
+
+def trained_model(trained, attn_implementation="varlen"):
+    model = model_of(attn_implementation)
+    model.load_state_dict(trained)
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference(trained):
+    """Loss of every sample alone through the plain model."""
+    data = conversations(17, seed=5)
+    trainer = packed_trainer("unused", data, model=model_of("sdpa"))
+    model = trained_model(trained, "eager").eval()
+    entries = [gradients_alone(model, [sample])[0] for sample in trainer.train_dataset]
+    counts = [len(sample["input_ids"]) - 1 for sample in trainer.train_dataset]
+    return data, entries, counts
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_does_not_depend_on_how_the_set_was_batched(variant, reference, trained, tmp_path):
+    data, entries, counts = reference
+    path = tmp_path / "losses.jsonl"
+    trainer = packed_trainer(
+        tmp_path,
+        conversations(4),
+        model=trained_model(trained),
+        eval_data=data,
+        eval_per_sample=str(path),
+        **VARIANTS[variant],
+    )
+    metrics = trainer.evaluate()
+    expected = float(np.average(entries, weights=counts))
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=2e-6)
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [entry["sample"] for entry in written] == list(range(17))
+    assert [entry["num_tokens"] for entry in written] == counts
+    np.testing.assert_allclose([entry["loss"] for entry in written], entries, rtol=1e-5)
+
+
+def test_accuracy_is_weighted_by_predicted_tokens(reference, trained, tmp_path):
+    data, _, _ = reference
+    accuracies = set()
+    for variant in ("flat", "flat_batch_1", "packed", "padded"):
+        trainer = packed_trainer(
+            tmp_path, conversations(4), model=trained_model(trained), eval_data=data, **VARIANTS[variant]
+        )
+        accuracies.add(round(trainer.evaluate()["eval_mean_token_accuracy"], 9))
+    assert len(accuracies) == 1
+    assert 0.1 < accuracies.pop() < 1.0
+
+
+def test_a_split_samples_fragments_are_added_up(tmp_path):
+    path = tmp_path / "losses.jsonl"
+    data = conversations(6, seed=1)
+    trainer = packed_trainer(
+        tmp_path, data, eval_data=data, packing=True, overlong="split", max_length=30, eval_per_sample=str(path)
+    )
+    trainer.evaluate()
+    lengths = trainer._train_plan.samples.lengths
+    fragments = trainer._train_plan.for_epoch(0).fragments
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    for entry in written:
+        parts = (fragments[:, 0] == entry["sample"]).sum()
+        assert parts == math.ceil(lengths[entry["sample"]] / 30)
+        assert entry["num_tokens"] == lengths[entry["sample"]] - parts
+
+
+def test_compute_metrics_sees_every_predicted_token_once(reference, trained, tmp_path):
+    data, _, counts = reference
+    seen = {}
+
+    def compute_metrics(prediction):
+        labels = prediction.label_ids[:, 1:]
+        hits = prediction.predictions[:, :-1].argmax(-1) == labels
+        seen["targets"] = int((labels != -100).sum())
+        return {"accuracy": float(hits[labels != -100].mean())}
+
+    trainer = packed_trainer(
+        tmp_path,
+        conversations(4),
+        model=trained_model(trained),
+        eval_data=data,
+        packing=True,
+        token_budget=300,
+        compute_metrics=compute_metrics,
+    )
+    metrics = trainer.evaluate()
+    assert seen["targets"] == sum(counts)
+    assert metrics["eval_accuracy"] == pytest.approx(metrics["eval_mean_token_accuracy"], abs=1e-6)
+
+
+def test_several_sets_and_a_raw_set_are_evaluated(tmp_path):
+    sets = {"a": Dataset.from_list(conversations(5)), "b": Dataset.from_list(conversations(7, seed=2))}
+    path = tmp_path / "losses.jsonl"
+    trainer = packed_trainer(tmp_path, conversations(4), eval_data=sets, packing=True, eval_per_sample=str(path))
+    metrics = trainer.evaluate()
+    assert {"eval_a_loss", "eval_b_loss"} <= set(metrics)
+    assert len((tmp_path / "losses-b.jsonl").read_text().splitlines()) == 7
+    raw = trainer.evaluate(Dataset.from_list(conversations(7, seed=2)))
+    assert raw["eval_loss"] == pytest.approx(metrics["eval_b_loss"], rel=1e-6)
+
+
+def test_evaluation_leaves_training_as_it_was(tmp_path):
+    from training import losses
+
+    curves = []
+    for eval_strategy in ("no", "steps"):
+        trainer = packed_trainer(
+            tmp_path,
+            conversations(),
+            eval_data=conversations(5),
+            packing=True,
+            max_steps=4,
+            eval_strategy=eval_strategy,
+            eval_steps=2,
+            token_budget=300,
+            max_length=256,
+        )
+        trainer.train()
+        curves.append(losses(trainer))
+    assert curves[0] == curves[1]
+    assert torch.isfinite(torch.tensor(curves[0])).all()
