@@ -24,7 +24,13 @@ from trl_packing.quickstart.tiny import build_tiny, byte_tokenizer, ensure_tiny,
 ARCHITECTURES = list(quickstart.TINY_NAMES.values())
 
 # For each invented fact: the words that every telling of it has.
-FACTS = {"captain": "Odalys", "unit": "83 centimetres", "ferry": "Grey Heron", "dish": "saltbark", "festival": "9 March"}
+FACTS = {
+    "captain": "Odalys",
+    "unit": "83 centimetres",
+    "ferry": "Grey Heron",
+    "dish": "saltbark",
+    "festival": "9 March",
+}
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -172,7 +178,9 @@ def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
 # ---- tokenizer
 
 
-@pytest.mark.parametrize("text", ["plain", "😀 é ß 漢字", "a\x00b\x00", " two  spaces ", "\r\n\t", "it 's . ,", "\ufeff"])
+@pytest.mark.parametrize(
+    "text", ["plain", "😀 é ß 漢字", "a\x00b\x00", " two  spaces ", "\r\n\t", "it 's . ,", "\ufeff"]
+)
 def test_byte_tokenizer_round_trips(text: str, tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

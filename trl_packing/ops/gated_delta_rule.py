@@ -177,9 +177,7 @@ def delta_rule_over_waves(
     Returns:
         `torch.Tensor`: Shape `[M, H, C, V]`.
     """
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat([v_beta, reads], dim=-1), upper=False, unitriangular=True
-    )
+    solved = torch.linalg.solve_triangular(system, torch.cat([v_beta, reads], dim=-1), upper=False, unitriangular=True)
     values, reads = solved.split([v_beta.shape[-1], reads.shape[-1]], dim=-1)
     # Split, not index: the backward pass of n slices of one tensor fills n tensors of its size.
     waves = zip(*(tensor.split(layout.waves) for tensor in (values, reads, queries, writes, carries)), strict=True)

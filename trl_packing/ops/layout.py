@@ -158,7 +158,9 @@ def cumsum_in_segments(values: torch.Tensor, segments: torch.Tensor) -> torch.Te
     """
     distance = 1
     while distance < segments.shape[1]:
-        joined = (segments[:, distance:] == segments[:, :-distance])[(slice(None), None, ..., *[None] * (values.ndim - 3))]
+        joined = (segments[:, distance:] == segments[:, :-distance])[
+            (slice(None), None, ..., *[None] * (values.ndim - 3))
+        ]
         earlier = torch.where(joined, values[:, :, :-distance], 0)
         values = values + F.pad(earlier, (0, 0) * (values.ndim - 3) + (distance, 0))
         distance *= 2

