@@ -4,8 +4,8 @@ Packing for a speech recogniser: padded encoder batch -> `pack_rows` -> decoder 
     python recipes/asr_decoder.py
 
 Runs offline on a CPU in under a minute. The same model is trained twice on the same batches, padded and packed, and
-the two runs are printed side by side. Everything is built here from configs and a seed: synthetic clips of 0.1 to 30 s,
-a small convolutional encoder, a projector, and a tiny Llama decoder with LoRA.
+the two runs are printed side by side. Everything is built here from configs and a seed: synthetic clips of 0.1 to
+30 s, a small convolutional encoder, a projector, and a tiny Llama decoder with LoRA.
 
 For a model of your own, keep your padded batch as it is and take over what `packed_loss` does with it.
 """

@@ -1,4 +1,4 @@
-"""The check passes exact models, refuses the others by name, leaves no trace, and never reports success without proof."""
+"""The check passes exact models, refuses others by name, leaves no trace, and never reports success without proof."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ def assert_exact(report: IsolationReport) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "varlen"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
 def test_exact_model_passes_with_not_one_bit_moved(model_type, attention, dtype, varlen):
     assert_exact(check_isolation(tiny_model(model_type, dtype, attention)))
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe", "falcon"])
-def test_attention_of_ours_makes_a_leaking_model_exact(model_type, varlen):
-    assert not check_isolation(tiny_model(model_type, attn_implementation="eager")).ok
-    assert_exact(check_isolation(tiny_model(model_type, attn_implementation=varlen)))
+def test_attention_of_ours_makes_a_leaking_model_exact(varlen):
+    assert not check_isolation(tiny_model("gpt_oss", attn_implementation="eager")).ok
+    assert_exact(check_isolation(tiny_model("gpt_oss", attn_implementation=varlen)))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_model_that_raises_is_not_reported_as_proven():
     assert set(statuses(report).values()) == {"could not run"}
     assert not report.ok
     assert "no kernel" in report.to_text()
-    with pytest.raises(LeakError, match="could not run.*no kernel"):
+    with pytest.raises(LeakError, match=r"could not run.*no kernel"):
         report.raise_if_leaking()
 
 
@@ -193,14 +192,15 @@ def test_precision_is_the_one_that_layers_compute_in(autocast):
 
 @pytest.mark.parametrize("model_type", ["opt", "gpt2"])
 def test_dropout_of_a_trained_model_is_not_noise(model_type, varlen):
-    dropout = {
-        name: 0.3 for name in ("dropout", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "layerdrop")
-    }
+    dropout = dict.fromkeys(
+        ("dropout", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "layerdrop"), 0.3
+    )
     report = check_isolation(tiny_model(model_type, attn_implementation=varlen, **dropout))
     assert statuses(report)["perturbation"] == statuses(report)["gradient"] == "passed"
     assert report.max_leak == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [False, True])
 def test_compiled_model_is_checked_through_its_graph(fault):
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def per_segment(original: Callable[..., Any], dim: int, *, offsets_of: Callable[
         rest = [tensor for tensor in inputs if tensor is None or tensor.ndim <= 2]
         offsets = offsets or [0, per_token[0].shape[dim]]
         outputs = []
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in pairwise(offsets):
             pieces = [tensor.narrow(dim, start, end - start) for tensor in per_token]
             outputs.append(original(*pieces, *rest, **options))
         if isinstance(outputs[0], tuple):
@@ -197,7 +198,7 @@ def test_scan_with_shifted_offsets_is_caught(hybrid):
 
 
 def deep_model(dtype: torch.dtype) -> nn.Module:
-    return tiny_model("llama", dtype=dtype, num_hidden_layers=12)
+    return tiny_model("llama", dtype=dtype, num_hidden_layers=8)
 
 
 def starts(model: nn.Module) -> list[int]:
@@ -206,7 +207,7 @@ def starts(model: nn.Module) -> list[int]:
 
 
 def leak_by(strength: float, *, detached: bool, model: nn.Module) -> Callable[..., Any]:
-    """Add to the last segment's outputs the first segment's mean direction, `strength` times as long as each of them."""
+    """Add the first segment's mean direction to the last one's outputs, `strength` times as long as each."""
     first, last = starts(model)[1], starts(model)[-1]
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
@@ -221,7 +222,7 @@ def leak_by(strength: float, *, detached: bool, model: nn.Module) -> Callable[..
 
 
 @pytest.mark.parametrize("detached", [False, True], ids=["with_gradient", "forward_only"])
-@pytest.mark.parametrize("layer", [0, 7, 11])
+@pytest.mark.parametrize("layer", [0, 6])
 @pytest.mark.parametrize(
     ("dtype", "strength"),
     [(torch.float32, 1e-3), (torch.bfloat16, 4 * torch.finfo(torch.bfloat16).eps)],
@@ -249,7 +250,7 @@ class _LeakyBackward(torch.autograd.Function):
 
 def test_leak_of_the_backward_pass_alone_is_caught_and_located():
     model = tiny_model("llama", num_hidden_layers=6)
-    projection = model.model.layers[3].self_attn.q_proj
+    projection = model.model.layers[3].self_attn.v_proj
     projection.register_forward_pre_hook(lambda module, args: (_LeakyBackward.apply(*args),))
     report = check_isolation(model)
     assert report.probe("perturbation").status == "passed"

@@ -1,4 +1,4 @@
-"""The offline default: its data, its tiny models and tokenizer, where SmolLM2 comes from, and the configs that use them."""
+"""The offline default: its data, its tiny models and tokenizer, where SmolLM2 comes from, and the question it asks."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def num_words(messages: list[dict[str, str]]) -> int:
 def test_folder_loads_as_train_and_test_split() -> None:
     loaded = load_dataset(resolve_dataset("quickstart/conversations"))
     assert {name: len(split) for name, split in loaded.items()} == {
-        "train": len(read("conversations.jsonl")),
-        "test": len(read("eval.jsonl")),
+        "train": len(read("train.jsonl")),
+        "test": len(read("test.jsonl")),
     }
     assert loaded["train"].column_names == ["messages"]
     assert 50 <= len(loaded["train"]) <= 200
 
 
-@pytest.mark.parametrize("name", ["conversations.jsonl", "eval.jsonl"])
+@pytest.mark.parametrize("name", ["train.jsonl", "test.jsonl"])
 def test_every_conversation_alternates_and_ends_with_the_assistant(name: str) -> None:
     for messages in read(name):
         assert all(message["content"].strip() == message["content"] != "" for message in messages)
@@ -80,7 +80,7 @@ def test_every_conversation_alternates_and_ends_with_the_assistant(name: str) ->
 
 
 def test_lengths_are_skewed() -> None:
-    lengths = [num_words(messages) for messages in read("conversations.jsonl")]
+    lengths = [num_words(messages) for messages in read("train.jsonl")]
     assert statistics.mean(lengths) > 1.5 * statistics.median(lengths)
     assert sum(200 <= length <= 400 for length in lengths) >= 4
     assert max(lengths) > 10 * statistics.median(lengths)
@@ -88,15 +88,15 @@ def test_lengths_are_skewed() -> None:
 
 @pytest.mark.parametrize("word", FACTS.values(), ids=FACTS)
 def test_every_invented_fact_is_told_in_several_phrasings(word: str) -> None:
-    tellings = [m for m in read("conversations.jsonl") if word in m[-1]["content"]]
+    tellings = [m for m in read("train.jsonl") if word in m[-1]["content"]]
     questions = {messages[0]["content"] for messages in tellings}
     assert len(questions) == len(tellings) >= 4
-    assert any(word in messages[-1]["content"] for messages in read("eval.jsonl"))
+    assert any(word in messages[-1]["content"] for messages in read("test.jsonl"))
 
 
 def test_held_out_questions_are_not_trained_on() -> None:
-    trained = {message["content"] for messages in read("conversations.jsonl") for message in messages[:-1]}
-    held_out = [messages[0]["content"] for messages in read("eval.jsonl")]
+    trained = {message["content"] for messages in read("train.jsonl") for message in messages[:-1]}
+    held_out = [messages[0]["content"] for messages in read("test.jsonl")]
     assert PROBE_QUESTION in held_out
     assert not trained & set(held_out)
     assert PROBE_KEYWORD not in PROBE_QUESTION

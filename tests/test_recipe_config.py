@@ -2,27 +2,13 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 
 import pytest
 import yaml
-from accelerate.commands.launch import launch_command_parser
-from peft import LoraConfig
-from trl import DatasetMixtureConfig, ModelConfig, SFTConfig, TrlParser, get_peft_config
+from trl import DatasetMixtureConfig, ModelConfig, SFTConfig, TrlParser
 
-from trl_packing import MissingDependencyError, PackingError, UnsupportedVersionError
-from trl_packing.recipe.config import (
-    LaunchOptions,
-    RecipeArguments,
-    RecipeParser,
-    build_lora,
-    files,
-    list_configs,
-    parse_recipe,
-    resolve_config,
-    usage_errors,
-)
+from trl_packing import PackingError
+from trl_packing.recipe.config import LaunchOptions, RecipeArguments, files, list_configs, parse_recipe, resolve_config
 
 TYPES = (RecipeArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
 CPU = "use_cpu: true\nbf16: false\n"
@@ -74,6 +60,7 @@ def places(tmp_path, monkeypatch):
 
 def test_bare_names_are_looked_up_in_the_promised_order(places, monkeypatch, tmp_path):
     recipe = tmp_path / "copied" / "recipes" / "sft.py"
+    assert set(list_configs(recipe)) == {"shared", *(f"only_{name}" for name in places)}
     assert resolve_config("shared", recipe) == places["variable"] / "shared.yaml"
     monkeypatch.delenv("TRL_PACKING_CONFIG_DIR")
     assert resolve_config("shared", recipe) == places["recipe"] / "shared.yaml"
@@ -82,8 +69,6 @@ def test_bare_names_are_looked_up_in_the_promised_order(places, monkeypatch, tmp
     assert resolve_config("shared") == places["package"] / "shared.yaml"
     (tmp_path / "shared.yaml").touch()
     assert resolve_config("shared", recipe).resolve() == tmp_path / "shared.yaml"
-    for name in ("variable", "recipe", "checkout"):
-        assert f"only_{name}" in {**list_configs(recipe), "only_variable": 0, "only_checkout": 0}
 
 
 def test_a_folder_named_like_a_config_does_not_hide_it(places, tmp_path):
@@ -196,7 +181,8 @@ def test_a_yaml_for_trl_means_the_same_here(tmp_path, monkeypatch):
 
 
 def test_every_key_of_trl_takes_its_own_default(tmp_path):
-    defaults = {action.dest: action.default for action in TrlParser(TYPES)._actions if action.dest != "help"}
+    # Reversed, so that a switch wins over its `--no_` form.
+    defaults = {action.dest: action.default for action in reversed(TrlParser(TYPES)._actions) if action.dest != "help"}
     plain = {
         key: value for key, value in defaults.items() if value is None or type(value) in (bool, int, float, str, list)
     }
@@ -324,108 +310,12 @@ def test_a_wrong_command_line_is_one_sentence(parse, words, parts):
     assert all(part in message for part in parts), message
 
 
+def test_a_misspelled_option_is_said_before_the_settings_are_built():
+    with pytest.raises(PackingError, match="`learning_rate`"):
+        parse_recipe(["--bf16", "true", "--use_cpu", "false", "--lerning_rate", "1"], dataclass_types=TYPES)
+
+
 def test_env_is_left_alone_when_the_yaml_is_refused(parse, monkeypatch):
     monkeypatch.delenv("TRL_PACKING_TEST_C", raising=False)
     refusal(parse, "env: {TRL_PACKING_TEST_C: 1}\nsed: 3")
     assert "TRL_PACKING_TEST_C" not in os.environ
-
-
-# ---- launch options
-
-
-def test_launch_options_are_accepted_reported_and_usable_by_the_launcher(parse, capsys, tmp_path):
-    text = (
-        "num_processes: 2\nmulti_gpu: true\nuse_fsdp: false\nmixed_precision: bf16\naccelerate_config: zero3\nseed: 5"
-    )
-    *_, training, _, _, launch = parse(text)
-    assert training.seed == 5
-    assert launch.options == {
-        "num_processes": 2, "multi_gpu": True, "use_fsdp": False, "mixed_precision": "bf16", "accelerate_config": "zero3",
-    }  # fmt: skip
-    said = capsys.readouterr().err
-    assert all(f"`{key}: {value}`" in said for key, value in launch.options.items())
-    assert "no effect" in said
-    launch.options.pop("accelerate_config")
-    known = launch_command_parser().parse_args([*launch.to_argv(), "script.py"])
-    assert (known.num_processes, known.multi_gpu, known.use_fsdp, known.mixed_precision) == (2, True, False, "bf16")
-
-
-def test_the_parser_keeps_the_contract_of_trl_launcher_command(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text(CPU + "num_processes: 2\nseed: 5")
-    words = ["--config", str(path), "--main_process_port", "0"]
-    *parsed, from_yaml, from_words = RecipeParser(TYPES, prog="x").parse_args_and_config(
-        words, return_remaining_strings=True, separate_remaining_strings=True
-    )
-    assert (from_yaml, from_words) == (["--num_processes", "2"], ["--main_process_port", "0"])
-    assert parsed[1].seed == 5
-
-
-# ---- adapters
-
-
-def test_lora_config_reaches_all_of_peft_and_wins(parse):
-    *_, model, _, _ = parse("lora_r: 8\nlora_alpha: 4\nlora_target_modules: [q_proj, v_proj]")
-    built = build_lora(
-        model,
-        {"r": 2, "exclude_modules": ["x"], "bias": "lora_only", "rank_pattern": {"q_proj": 1}, "layers_to_transform": [0],
-         "init_lora_weights": "pissa_niter_4", "eva_config": {"rho": 3.0}},
-    )  # fmt: skip
-    assert (built.r, built.lora_alpha, built.bias, built.rank_pattern) == (2, 4, "lora_only", {"q_proj": 1})
-    assert (built.target_modules, built.exclude_modules) == ({"q_proj", "v_proj"}, {"x"})
-    assert built.init_lora_weights == "pissa_niter_4"
-    assert built.eva_config.rho == 3.0
-    assert model.use_peft is False
-
-
-def test_adapters_are_off_without_and_trl_own_with_use_peft_alone():
-    assert build_lora(ModelConfig()) is None
-    model = ModelConfig(use_peft=True, lora_r=4)
-    assert build_lora(model) == get_peft_config(model)
-    assert build_lora(ModelConfig(), {}) == get_peft_config(ModelConfig(use_peft=True))
-    assert isinstance(build_lora(ModelConfig(), {"r": 1}), LoraConfig)
-
-
-@pytest.mark.parametrize(
-    ("lora_config", "parts"),
-    [
-        ({"excluded_modules": ["a"]}, ["`excluded_modules`", "`exclude_modules`"]),
-        ({"lora_r": 8}, ["`r`", "`lora_r`"]),
-        ({"bias": "most"}, ["none, all, lora_only", "'most'"]),
-        ({"r": "eight"}, ["`r` takes a whole number"]),
-        ({"r": 0}, ["at least 1"]),
-        ({"eva_config": {"roh": 1}}, ["`roh`", "`rho`"]),
-        ({"target_parameters": ["experts.down_proj"]}, ["`lora_dropout` is 0.05"]),
-        ({"target_modules": "a.*", "layers_to_transform": [1]}, ["PEFT refuses", "`layers_to_transform`"]),
-    ],
-)
-def test_a_wrong_adapter_setting_is_one_sentence(lora_config, parts):
-    with pytest.raises(PackingError) as caught:
-        build_lora(ModelConfig(), lora_config)
-    assert all(part in str(caught.value) for part in parts), str(caught.value)
-
-
-# ---- how refusals leave the program
-
-
-@pytest.mark.parametrize("error", [PackingError, MissingDependencyError, UnsupportedVersionError])
-def test_refusals_are_one_line_and_exit_code_2(capsys, error, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit) as caught, usage_errors("prog"):
-        raise error("first\nsecond")
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "prog: first second\n"
-
-
-def test_other_errors_keep_their_traceback():
-    @usage_errors()
-    def broken():
-        raise RuntimeError("ours")
-
-    with pytest.raises(RuntimeError, match="ours"):
-        broken()
-
-
-def test_help_and_parsing_without_a_run_load_no_torch():
-    code = "import sys; import trl_packing.recipe.config; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,7 +2,8 @@
 Tiny random models, built from configs in code: one for every causal LM type that transformers can build.
 
 A tiny config is the type's own default config with its sizes replaced: `SIZES` holds what any type may have,
-`OVERRIDES` what one type needs beside that. Layer lists are written out, so that every kind of layer occurs in 2 to 4 layers.
+`OVERRIDES` what one type needs beside that. Layer lists are written out, so that every kind of layer occurs in 2 to 4
+layers.
 """
 
 from __future__ import annotations
@@ -213,7 +214,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
     },
-    "dots3_note": {"text_config": MLA | {"per_layer_config": None}},
     "dots3_note_text": MLA,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "electra": DECODER,
@@ -295,8 +295,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 # Types whose causal LM class takes another config than the one of their name.
 CONFIG_OF = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_decoder"}
 
-# No decoders of their own (two draft models that read another model's states), and one that needs timm to be built.
-NOT_BUILDABLE = {"gemma4_assistant", "gemma4_unified_assistant", "gemma3n"}
+# Two draft models that read another model's states, one that needs timm, one whose layers have configs of their own.
+NOT_BUILDABLE = {"gemma4_assistant", "gemma4_unified_assistant", "gemma3n", "dots3_note"}
 
 TINY_TYPES: list[str] = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_BUILDABLE)
 

@@ -46,9 +46,9 @@ def check_isolation(
     Prove on one small packed row that no segment influences another, or say where one does.
 
     The model runs as in training (train mode, `use_cache=False`, the caller's autocast) but without dropout. Weights,
-    gradients, random generators, buffers, train/eval flags, hooks and `config.use_cache` are left exactly as they were. An
-    exact model costs 8 forward passes and 1 backward pass over the row, with expert layers a few more. Where parameters are
-    sharded over ranks, all ranks have to take part.
+    gradients, random generators, buffers, train/eval flags, hooks and `config.use_cache` are left exactly as they
+    were. An exact model costs 8 forward passes and 1 backward pass over the row; expert layers, whose rounding has to
+    be told from a leak, up to 6 more. Where parameters are sharded over ranks, all ranks have to take part.
 
     Args:
         model (`nn.Module`):
@@ -63,7 +63,8 @@ def check_isolation(
         control (`bool`, *optional*, defaults to `True`):
             Whether to run the negative control.
         influence (`bool`, *optional*, defaults to `False`):
-            Whether to measure the effect of every segment without boundaries too, for the picture: 3 more forward passes.
+            Whether to measure the effect of every segment without boundaries too, for the picture: 3 more forward
+            passes.
         position_ids_start (`int`, *optional*, defaults to `0`):
             Position of each segment's first token, as the collator passes it.
         host_offsets (`bool`, *optional*, defaults to `False`):
@@ -80,8 +81,8 @@ def check_isolation(
     ```python
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from trl_packing import check_isolation
-    >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    >>> report = check_isolation(LlamaForCausalLM(config))
+    >>> sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    >>> report = check_isolation(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)))
     >>> report.ok, report.max_leak, report.layers
     (True, 0.0, ())
 
@@ -91,8 +92,8 @@ def check_isolation(
     boundaries = Boundaries.from_lengths(default_lengths(model) if lengths is None else lengths)
     if boundaries.num_segments < 3:
         raise PackingError(
-            f"The check needs at least 3 segments, but `lengths` has {boundaries.num_segments}. Leave `lengths` out to use "
-            "the default row."
+            f"The check needs at least 3 segments, but `lengths` has {boundaries.num_segments}. Leave `lengths` "
+            "out for the default row."
         )
     with kept_state(model) as random_state, mode(model):
         probes = Probes(

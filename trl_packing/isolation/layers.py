@@ -1,11 +1,11 @@
 """
 Which layer lets one segment reach another: every layer judged on its own, whatever the layers before it did.
 
-A run in which one segment's tokens are changed is compared with the unchanged run, layer by layer, at the tokens of all other
-segments. Where a layer got equal inputs there but gives different outputs, the difference arose inside it. It is noted,
-and the outputs are then set back to those of the unchanged run, so that the next layer starts from equal inputs again:
-neither a leak nor the rounding of an expert layer that regroups its tokens reaches the layers behind it, where depth would
-amplify it until one cannot be told from the other.
+A run in which one segment's tokens are changed is compared with the unchanged run, layer by layer, at the tokens of
+the other segments. Where a layer got equal inputs there but gives other outputs, the difference arose inside it. It is
+noted, and the outputs are then set back to those of the unchanged run, so that the next layer starts from equal inputs
+again: neither a leak nor the rounding of an expert layer that regroups its tokens reaches the layers behind it, where
+depth would amplify it until one cannot be told from the other.
 
 Shapes: T tokens in the row, N segments.
 """
@@ -52,7 +52,7 @@ class Entry:
     """
     One layer in which other segments' tokens became different, and by how much per token (`[T]`, float32, host).
 
-    `mask` is the attention mask that it was called with, `is_convolution` whether its short convolution is where they did.
+    `mask` is the attention mask that it was called with, `is_convolution` says whether its short convolution did it.
     """
 
     name: str
@@ -64,17 +64,12 @@ class Entry:
 
 @dataclass
 class Flow:
-    """Sizes of the gradients that arrive at one layer's outputs and leave at its inputs, during the latest backward."""
+    """Sizes of the gradients that arrive at one layer's outputs and leave at its inputs, during a backward pass."""
 
     name: str = ""
     module: nn.Module | None = None
     into: list[float] = field(default_factory=list)
     out: list[float] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """Forget the latest backward."""
-        self.into.clear()
-        self.out.clear()
 
 
 @dataclass
@@ -89,7 +84,8 @@ class LayerWatch:
 
     Args:
         model (`nn.Module`):
-            Layers are its modules except PyTorch's own and adapters' wrappers of those, which treat each token by itself.
+            Layers are its modules except PyTorch's own and adapters' wrappers of those, which treat each token by
+            itself.
         num_tokens (`int`):
             Tokens in the row.
     """

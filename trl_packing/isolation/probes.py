@@ -109,8 +109,8 @@ class Probes:
         worst_noise = max(noise.values(), default=0.0)
         if _NOISE_MARGIN * worst_noise > self._smallest_leak():
             raise PackingError(
-                f"Two runs of the same row differ by {worst_noise:.1e} in one layer, so a leak of {self._smallest_leak():.1e} "
-                "would not be seen. Set `torch.use_deterministic_algorithms(True)`."
+                f"Two runs of the same row differ by {worst_noise:.1e} in one layer, so a leak of "
+                f"{self._smallest_leak():.1e} would not be seen. Set `torch.use_deterministic_algorithms(True)`."
             )
         allowed = max(self._row.rounding(), _NOISE_MARGIN * worst_noise)
         found: dict[str, LayerLeak] = {}
@@ -127,11 +127,9 @@ class Probes:
             if np.isnan(self._influence[source]).any():
                 self._influence[source] = local
             largest_local = max(largest_local, float(local.max()))
-        return (
-            self._verdict_on_layers(watch, found, allowed)
-            if found
-            else self._verdict_on_rounding(largest_local, allowed)
-        )
+        if found:
+            return self._verdict_on_layers(watch, found, allowed)
+        return self._verdict_on_rounding(largest_local, allowed)
 
     def _allowed_in(self, entry: Entry, allowed: float) -> float:
         # Where a gradient has proven that there is a leak, only layers that regroup tokens may still move by rounding.
@@ -143,19 +141,14 @@ class Probes:
         effect = max(float(self._others(self._influence[source], source).max()) for source in moved)
         explained = allowed if largest_local == 0.0 else np.inf
         if self._row.is_compiled:
-            # The layers were judged without torch.compile, which must not move the logits more than eager rounding does.
+            # The layers were judged without torch.compile, which must not move logits more than eager rounding does.
             eager = self._row.run(self._row.with_changed(self._row.is_in(moved[0])), eager=True)
             base = self._row.run(self._row.tokens, eager=True)
             effects = self._others(self._row.per_segment(token_effects(base, eager)), moved[0])
             explained = max(allowed, _NOISE_MARGIN * float(effects.max()))
         if effect > explained:
             self._max_leak = max(self._max_leak, effect)
-            return (
-                FAILED,
-                effect,
-                explained,
-                "The logits moved, but no single layer shows why when it is run by itself.",
-            )
+            return FAILED, effect, explained, "The logits moved, but no layer by itself shows why."
         self._rounding = max(self._rounding, effect)
         return PASSED, effect, allowed, "The others moved, and each layer by itself by no more than rounding."
 
@@ -213,16 +206,16 @@ class Probes:
         )
 
     def _gradient_sizes(self, logits: torch.Tensor, targets: tuple[int, ...]) -> np.ndarray:
-        """Give the largest gradient of the targets' logits in each other segment, relative to the targets' own: `[N]`."""
+        """Give the largest gradient of the targets' logits in each other segment, relative to their own: `[N]`."""
         is_target = self._row.is_in(*targets)
         signs = np.random.default_rng(0).choice([-1.0, 1.0], size=logits.shape[-1])
         cotangent = torch.from_numpy(np.where(is_target, 1.0, 0.0)[:, None] * signs).to(logits)
-        gradient = None
-        if self._row.leaf is not None:
-            (gradient,) = torch.autograd.grad(logits, self._row.leaf, cotangent, allow_unused=True)
-        if gradient is None:
+        leaves = self._row.leaves
+        gradients = torch.autograd.grad(logits, leaves, cotangent, allow_unused=True) if leaves else ()
+        rows = [gradient.detach().reshape(len(is_target), -1) for gradient in gradients if gradient is not None]
+        if not rows:
             raise PackingError("The logits do not depend on the token embeddings, so there is no gradient to look at.")
-        sizes = gradient.detach().reshape(len(is_target), -1).abs().amax(dim=-1).double().cpu().numpy()
+        sizes = torch.cat(rows, dim=-1).abs().amax(dim=-1).double().cpu().numpy()
         own = float(np.median(sizes[is_target]))
         if not np.isfinite(sizes).all() or own == 0.0:
             raise PackingError(
@@ -281,18 +274,18 @@ class Probes:
                 allowed = max(allowed, _NOISE_MARGIN * self._largest(token_effects(alone, longer[: len(tokens)])))
         if allowed > _MOST_NOISE:
             raise PackingError(
-                f"Run unpacked, the same tokens give logits that differ by {allowed / _NOISE_MARGIN:.1e} when more tokens "
-                "follow, so packed and unpacked logits cannot be compared."
+                f"Run unpacked, the same tokens give logits that differ by {allowed / _NOISE_MARGIN:.1e} when more "
+                "tokens follow, so packed and unpacked logits cannot be compared."
             )
         if effect <= allowed:
             return PASSED, effect, allowed, f"Segment {segment} gives the logits of the same tokens run unpacked."
         return FAILED, effect, allowed, f"Segment {segment} gives other logits than the same tokens run unpacked."
 
     def _largest(self, effects: torch.Tensor) -> float:
-        """Take the largest effect; of half-precision experts the 95 % quantile, as rounding flips a few close choices."""
+        """Take the largest effect, or of half-precision experts the 95 % quantile: rounding flips close choices."""
         is_half = torch.finfo(self._row.compute_dtype).bits < 32
         has_experts = is_half and any(kind_of(module) == "router" for module in self._model.modules())
-        return float(effects.float().quantile(0.95 if has_experts else 1.0))
+        return effects.float().quantile(0.95 if has_experts else 1.0).item()
 
     # ---- shared
 

@@ -18,14 +18,20 @@ _OTHER_ATTENTION = (
     'Load the model with `attn_implementation="varlen"` or with flash attention, and pass no `attention_mask`; if it '
     f"supports neither, {_UNPACKED}"
 )
-_OTHER_OPERATIONS = f"Call `register_ops(model)`, or install the kernels that `trl-packing doctor` names; if it leaks even then, {_UNPACKED}"
+_OTHER_OPERATIONS = (
+    "Call `register_ops(model)`, or install the kernels that `trl-packing doctor` names; if it leaks even then, "
+    f"{_UNPACKED}"
+)
 _WAYS_OUT = {
     "attention": _OTHER_ATTENTION,
     "mask": _OTHER_ATTENTION,
     "convolution": _OTHER_OPERATIONS,
     "recurrence": _OTHER_OPERATIONS,
     "router": f"Its routing looks at the whole row, which no boundary keyword changes: {_UNPACKED}",
-    "position": f"The model does not take each segment's positions from `position_ids`: {_UNPACKED}",
+    "position": (
+        "Positions, chunks or windows do not start anew in each segment: load the model with "
+        f'`attn_implementation="varlen"`; if its logits differ even then, {_UNPACKED}'
+    ),
     "layer": f"It reads other tokens without the boundary keywords: {_UNPACKED}",
     "varlen": f"Its attention has a bias or a mask of its own, or the boundaries never reach it: {_UNPACKED}",
 }
@@ -65,8 +71,8 @@ class LayerLeak:
         name (`str`), class_name (`str`):
             Module path in the model, and its class.
         kind (`str`):
-            `"attention"`, `"mask"` (the layer was given a mask that shows other segments), `"convolution"`, `"recurrence"`,
-            `"router"` or `"layer"`.
+            `"attention"`, `"mask"` (the layer was given a mask that shows other segments), `"convolution"`,
+            `"recurrence"`, `"router"` or `"layer"`.
         source (`int`), target (`int`):
             The segment that was changed and the one that moved most.
         effect (`float`):
@@ -96,8 +102,8 @@ class IsolationReport:
         probes (`tuple[ProbeResult, ...]`):
             Perturbation, gradient, control and alone, in this order.
         influence (`np.ndarray`), influence_before (`np.ndarray`):
-            float64 `[N, N]`: entry `[i, j]` is how far segment j's logits moved when segment i's tokens were changed, with
-            and without boundaries. NaN where it was not measured.
+            float64 `[N, N]`: entry `[i, j]` is how far segment j's logits moved when segment i's tokens were changed,
+            with and without boundaries. NaN where it was not measured.
         rounding (`float`):
             Largest effect that was judged to be rounding, such as that of an expert layer that regroups its tokens.
         lengths (`tuple[int, ...]`):
@@ -184,20 +190,21 @@ class IsolationReport:
         if self.layers:
             leak = self.layers[0]
             raise LeakError(
-                f"Segments of a packed row must not influence one another, but changing segment {leak.source} moves segment "
-                f"{leak.target} by {_number(leak.effect)} (relative) in `{leak.name}` ({leak.class_name}, {leak.kind}) of "
-                f"{self.model}. The largest effect on logits or gradients is {_number(self.max_leak)}, and {len(self.layers)} "
-                f"of its layers leak. {self._way_out()}"
+                f"Segments of a packed row must not influence one another, but changing segment {leak.source} moves "
+                f"segment {leak.target} by {_number(leak.effect)} (relative) in `{leak.name}` ({leak.class_name}, "
+                f"{leak.kind}) of {self.model}. The largest effect on logits or gradients is "
+                f"{_number(self.max_leak)}, and {len(self.layers)} of its layers leak. {self._way_out()}"
             )
         bad = next(probe for probe in self.probes if probe.status in (FAILED, NOT_RUN))
         if bad.status == NOT_RUN:
             raise LeakError(
-                f"Packed training needs proof that segments do not influence one another, but the {bad.name} probe could not "
-                f"run on {self.model}: {bad.detail}"
+                f"Packed training needs proof that segments do not influence one another, but the {bad.name} probe "
+                f"could not run on {self.model}: {bad.detail}"
             )
         raise LeakError(
-            f"Segments of a packed row must give what they give alone, but the {bad.name} probe measured {_number(bad.effect)} "
-            f"(relative) on {self.model}, where the limit is {_number(bad.allowed)}. {bad.detail} {self._way_out()}"
+            f"Segments of a packed row must give what they give alone, but the {bad.name} probe measured "
+            f"{_number(bad.effect)} (relative) on {self.model}, where the limit is {_number(bad.allowed)}. "
+            f"{bad.detail} {self._way_out()}"
         )
 
     def _way_out(self) -> str:

@@ -60,8 +60,7 @@ class Row:
 
     Args:
         model (`nn.Module`):
-            The model. A `DistributedDataParallel` wrapper is taken off, because a forward without a backward would break its
-            next step.
+            The model, or what `torch.compile` made of it.
         boundaries (`Boundaries`):
             At least 3 segments.
         seed (`int`):
@@ -95,7 +94,7 @@ class Row:
         self.embedding = _embedding_of(self.model)
         self.device = next(self.embedding.parameters()).device
         self.compute_dtype = _lowest_precision(self.model, self.device)
-        self.leaf: torch.Tensor | None = None
+        self.leaves: list[torch.Tensor] = []
         self._kwargs = {"position_ids_start": position_ids_start, "device": self.device, "host_offsets": host_offsets}
         self._candidates = _ordinary_tokens(self.model, self.embedding)
         rng = np.random.default_rng(seed)
@@ -132,8 +131,8 @@ class Row:
                 Whether to leave out torch.compile, because hooks are attached that a compiled graph would keep.
 
         Returns:
-            `torch.Tensor`: Logits `[T, V]`. `leaf` then holds the embeddings they depend on, `[1, T, D]`, unless a compiled
-                graph ran.
+            `torch.Tensor`: Logits `[T, V]`. `leaves` then holds the embeddings that they depend on, each `[1, T, D]`,
+                or nothing if a compiled graph ran.
 
         Raises:
             [`PackingError`]: If the output is not one row of finite logits.
@@ -151,14 +150,16 @@ class Row:
         model, context = (self.called, nullcontext()) if compiled else (self.model, self._leaf_embeddings())
         input_ids = torch.from_numpy(tokens)[None].to(self.device)
         self.random_state.restore()
-        self.leaf = None
+        self.leaves = []
         with context, torch.enable_grad(), _eager_stance(self.is_compiled and eager):
             output = model(input_ids=input_ids, use_cache=False, **kwargs)
         logits = _logits_of(output, len(tokens))
+        # Places of the vocabulary that a model masks would swamp every norm.
+        logits = logits.masked_fill(logits <= torch.finfo(logits.dtype).min / 2, 0.0)
         if not bool(torch.isfinite(logits).all()):
             raise PackingError(
-                "The logits of a row of random tokens hold NaN or infinity, so no probe can compare them. Check the weights "
-                "and the dtype."
+                "The logits of a row of random tokens hold NaN or infinity, so no probe can compare them. Check the "
+                "weights and the dtype."
             )
         return logits
 
@@ -168,9 +169,10 @@ class Row:
             if torch.is_autocast_enabled(self.device.type):
                 autocast_dtype = torch.get_autocast_dtype(self.device.type)
                 self.compute_dtype = max(self.compute_dtype, autocast_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-            self.leaf = output.detach().requires_grad_()
+            leaf = output.detach().requires_grad_()
+            self.leaves.append(leaf)
             # Some models scale the embeddings in place, which a leaf does not allow.
-            return self.leaf.clone()
+            return leaf.clone()
 
         handle = self.embedding.register_forward_hook(replace)
         try:
@@ -184,16 +186,15 @@ class Row:
         """
         Give the largest relative difference that rounding explains.
 
-        float32 sums over the row's T tokens err by at most T epsilons, whichever order they are taken in; where results are
-        kept in half precision, one rounding on either side of a comparison adds two of its epsilons.
+        Sums over the row's T tokens in float32 err by at most T epsilons, whatever their order; where results
+        are kept in half precision, one rounding on either side of a comparison adds two of its epsilons.
         """
-        bound = self.boundaries.total_tokens * torch.finfo(torch.float32).eps
-        is_half = torch.finfo(self.compute_dtype).bits < 32
-        return bound + (2 * torch.finfo(self.compute_dtype).eps if is_half else 0.0)
+        info = torch.finfo(self.compute_dtype)
+        return self.gradient_rounding() + (2 * float(info.eps) if info.bits < 32 else 0.0)
 
     def gradient_rounding(self) -> float:
         """Give the same for gradients across segments: zero times anything is zero in half precision too."""
-        return self.boundaries.total_tokens * torch.finfo(torch.float32).eps
+        return self.boundaries.total_tokens * float(torch.finfo(torch.float32).eps)
 
     def per_segment(self, effects: torch.Tensor) -> np.ndarray:
         """Take the largest effect in each segment: float64 `[N]` from `[T]`."""
@@ -222,7 +223,7 @@ def token_effects(base: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Take off the wrappers whose forward expects a backward: `DistributedDataParallel`, DeepSpeed's engine."""
     while isinstance(model, DistributedDataParallel | DataParallel) or type(model).__name__ == "DeepSpeedEngine":
-        model = model.module  # type: ignore[assignment]
+        model = model.module
     return model
 
 
@@ -235,8 +236,8 @@ def _embedding_of(model: nn.Module) -> nn.Module:
     embedding = getter() if getter is not None else None
     if not isinstance(embedding, nn.Module):
         raise PackingError(
-            f"The check needs the token embeddings, but {type(model).__name__} has no `get_input_embeddings`. Pass the "
-            "transformers model itself."
+            f"The check needs the token embeddings, but {type(model).__name__} has no `get_input_embeddings`. Pass "
+            "the transformers model itself."
         )
     return embedding
 
@@ -274,7 +275,7 @@ def _logits_of(output: Any, num_tokens: int) -> torch.Tensor:
     shape = list(logits.shape) if isinstance(logits, torch.Tensor) else type(output).__name__
     if not isinstance(logits, torch.Tensor) or logits.ndim != 3 or list(logits.shape[:2]) != [1, num_tokens]:
         raise PackingError(
-            f"A row of {num_tokens} tokens gives logits of shape `[1, {num_tokens}, V]`, but the model returned {shape}. "
-            "Virtual tokens, several rows and outputs without logits cannot be checked."
+            f"A row of {num_tokens} tokens gives logits of shape `[1, {num_tokens}, V]`, but the model returned "
+            f"{shape}. Virtual tokens, several rows and outputs without logits cannot be checked."
         )
     return logits[0]

@@ -1,4 +1,4 @@
-"""What a check may disturb, and how it is put back: random generators, train/eval flags, buffers, grad flags, config."""
+"""What a check may disturb, and how it is put back: random generators, train/eval flags, buffers, config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST_COPIED_INTEGER_BUFFER = 2**16
 
 class RandomState:
     """
-    The state of every random generator that a forward pass may draw from: Python, NumPy, torch on the host and devices.
+    The state of every random generator that a forward pass may draw from: Python, NumPy, torch on every device.
 
     Args:
         devices (`set[torch.device]`):

@@ -1,7 +1,7 @@
 """
-LoRA that trains what it says: safe targets for `lora_target_modules: auto`, and adapters that would train nothing refused.
+LoRA that trains what it says: safe targets for `lora_target_modules: auto`, and no adapter that would train nothing.
 
-- Before training, `check_lora_targets` builds the adapters on a copy without weights and compares them with the request.
+- Before training, `check_lora_targets` builds the adapters on a copy without weights and compares with the request.
 - After the first optimiser step, `adapter_gradients` counts the adapters that really received a gradient.
 """
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from ..errors import PackingError
@@ -69,9 +70,9 @@ def check_lora_targets(model: nn.Module, peft_config: PeftConfig | None = None) 
         [`LoraReport`]: What would be adapted.
 
     Raises:
-        [`PackingError`]: For prompt and prefix tuning and aLoRA, whose tokens count per row; for an adapter on the output
-            head or on a projection whose weight a kernel reads; for targets that PEFT refuses or would change; and for a
-            router that `all-linear` drags in.
+        [`PackingError`]: For prompt and prefix tuning and aLoRA, whose tokens count per row; for an adapter on the
+            output head or on a projection whose weight a kernel reads; for targets that PEFT refuses or would change;
+            and for a router that `all-linear` drags in.
 
     Example:
 
@@ -100,7 +101,7 @@ def check_lora_targets(model: nn.Module, peft_config: PeftConfig | None = None) 
     modules = adapted.base_model.targeted_module_names
     _refuse_head(base, adapted, modules)
     _refuse_dead(base, modules)
-    if peft_config.target_modules == "all-linear" or peft_config.target_modules is None:
+    if peft_config.target_modules == "all-linear":
         _refuse_routers(base, modules)
     return _report(base, peft_config, adapted)
 
@@ -144,20 +145,21 @@ def _adapt(skeleton: nn.Module, peft_config: PeftConfig) -> PeftModel:
             return get_peft_model(skeleton, config, low_cpu_mem_usage=True)
     except (ValueError, NotImplementedError) as error:
         raise PackingError(
-            f"PEFT cannot adapt {_model_name(skeleton)} with `target_modules` {_shown(peft_config)}: {error} {_WAY_OUT}"
+            f"PEFT cannot adapt {_model_name(skeleton)} with `target_modules` {_shown(peft_config)}: {error} "
+            f"{_WAY_OUT}"
         ) from error
 
 
 def _refuse_virtual_tokens(peft_config: PeftConfig) -> None:
     if peft_config.is_prompt_learning or peft_config.is_adaption_prompt:
         raise PackingError(
-            f"{type(peft_config).__name__} adds virtual tokens once per row, and a packed row holds many samples, so all "
-            "but the first would go without. Use LoRA."
+            f"{type(peft_config).__name__} adds virtual tokens once per row, and a packed row holds many samples, so "
+            "all but the first would go without. Use LoRA."
         )
     if getattr(peft_config, "alora_invocation_tokens", None):
         raise PackingError(
-            "`alora_invocation_tokens` (aLoRA) switches the adapter on at one position per row, and a packed row holds "
-            "many samples. Remove it from the LoRA config."
+            "`alora_invocation_tokens` (aLoRA) switches the adapter on at one position per row, and a packed row "
+            "holds many samples. Remove it from the LoRA config."
         )
 
 
@@ -202,15 +204,15 @@ def _refuse_head(base: nn.Module, adapted: PeftModel, modules: Collection[str]) 
     head = output_head_name(base)
     if head in modules:
         raise PackingError(
-            f"An adapter on the output head `{head}` would train nothing: the loss is computed from its weight directly. "
-            f"Remove `{head}` from `target_modules`, or train the head whole with `modules_to_save: [{head}]`."
+            f"An adapter on the output head `{head}` would train nothing: the loss is computed from its weight "
+            f"directly. Remove `{head}` from `target_modules`, or train it whole with `modules_to_save: [{head}]`."
         )
     embeddings = adapted.get_base_model().get_output_embeddings() if head else None
-    if embeddings is not None and not hasattr(embeddings, "bias"):
+    if isinstance(embeddings, AuxiliaryTrainingWrapper) and not hasattr(embeddings, "bias"):
         raise PackingError(
-            f"`trainable_token_indices` on embeddings that are tied to `{head}` wraps the head in a layer without a bias, "
-            "which TRL's loss reads. Untie them with `tie_word_embeddings: false`, or train both whole with "
-            f"`modules_to_save: [embed_tokens, {head}]`."
+            f"`trainable_token_indices` on embeddings that are tied to `{head}` wraps the head in a layer without a "
+            "bias, which TRL's loss reads. Train both whole instead, with `modules_to_save: [embed_tokens]` and "
+            "`ensure_weight_tying: true`."
         )
 
 
@@ -229,8 +231,8 @@ def _refuse_routers(base: nn.Module, modules: Collection[str]) -> None:
     routers = [name for name in modules if is_router(name, base.get_submodule(name))]
     if routers:
         raise PackingError(
-            f"`all-linear` also adapts the routers {_some(routers)}, whose balance a packed run would then move. {_WAY_OUT} "
-            "To adapt a router on purpose, name it in `target_modules`."
+            f"`all-linear` also adapts what chooses experts: {_some(routers)}. {_WAY_OUT} To adapt a router on "
+            "purpose, name it in `target_modules`."
         )
 
 
@@ -249,8 +251,8 @@ def _report(base: nn.Module, peft_config: PeftConfig, adapted: PeftModel) -> Lor
     elif peft_config.target_modules is None and tuner.targeted_module_names:
         num_linear = sum(is_linear(module) for module in base.modules())
         notes.append(
-            f"`target_modules` is not set: PEFT's own choice adapts {len(tuner.targeted_module_names)} of {num_linear} "
-            "linear layers."
+            "`target_modules` is not set: PEFT's own choice adapts "
+            f"{len(tuner.targeted_module_names)} of {num_linear} linear layers."
         )
     for note in notes:
         warnings.warn(note, stacklevel=3)

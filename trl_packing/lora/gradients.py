@@ -72,9 +72,9 @@ class AdapterGradients:
         names = ", ".join(f"`{name}`" for name in self.dead[:3])
         rest = f" and {len(self.dead) - 3} more" if len(self.dead) > 3 else ""
         raise PackingError(
-            f"{len(self.dead)} adapters received no gradient in the first optimiser step: {names}{rest}. Nothing calls "
-            "these modules in training, so they would be saved as they started. Set `lora_target_modules: auto`, or "
-            "remove them from `target_modules`."
+            f"{len(self.dead)} adapters received no gradient in the first optimiser step: {names}{rest}. Nothing "
+            "calls these modules in training, so they would be saved as they started. Set "
+            "`lora_target_modules: auto`, or remove them from `target_modules`."
         )
 
 
@@ -82,8 +82,8 @@ def adapter_gradients(model: nn.Module) -> AdapterGradients:
     """
     Count the adapters that received a gradient.
 
-    An adapter is judged by B: A has no gradient as long as B is zero. After gradients have been set to `None`, an adapter
-    counts as trained once its B is not zero, which tells nothing about adapters that do not start from zero.
+    An adapter is judged by B: A has no gradient as long as B is zero. Once gradients have been set to `None`, an
+    adapter counts as trained if its B is not zero, which tells nothing about adapters that do not start from zero.
 
     Args:
         model (`nn.Module`):

@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import PackingError
 from .weights import passed_by
 
-# Attention over an encoder that a decoder trained on its own does not have.
-_CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
+# Parts that a decoder trained on its own does not call: attention over an encoder, an encoder's pooler, and the
+# projections that a shared block of Zamba2 keeps for every one of its places.
+_NOT_CALLED = ("encoder_attn", "crossattention", "cross_attn", "pooler", "adapter_list")
 
 
 def safe_lora_targets(model: nn.Module) -> list[str]:
@@ -21,8 +23,8 @@ def safe_lora_targets(model: nn.Module) -> list[str]:
     Choose `target_modules` for which every adapter trains, whatever the architecture.
 
     Taken is every linear layer of the decoder that is called in training. Never taken: the output head, routers and
-    their gates, convolutions, experts (ask for them with PEFT's `target_parameters`), projections whose weight a kernel
-    reads, and names that PEFT refuses on this architecture or turns into something else.
+    their gates, sparse-attention indexers, convolutions, experts (ask for them with PEFT's `target_parameters`),
+    projections whose weight a kernel reads, and names that PEFT refuses on this architecture or turns into others.
 
     Args:
         model (`nn.Module`):
@@ -49,25 +51,26 @@ def safe_lora_targets(model: nn.Module) -> list[str]:
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise PackingError("`safe_lora_targets` chooses targets for a model without adapters. Pass the base model.")
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-    head, decoder = output_head_name(model), _decoder_prefix(model)
-    refused = passed_by(model)
+    head, decoder, refused = output_head_name(model), _decoder_prefix(model), passed_by(model)
+    towers = _tower_prefixes(model, decoder)
     safe = [
         name
         for name, module in linears.items()
         if name.startswith(decoder)
+        and not name.startswith(towers)
         and name != head
         and name not in refused
         and not is_router(name, module)
         and "experts" not in name.split(".")
-        and not any(part in name.split(".") for part in _CROSS_ATTENTION)
+        and not any(part in name for part in _NOT_CALLED)
     ]
     leaves = {name.rsplit(".", 1)[-1]: name for name in safe}
     accepted = {leaf for leaf, name in leaves.items() if _peft_adapts(model, name)}
     safe = [name for name in safe if name.rsplit(".", 1)[-1] in accepted]
     if not safe:
         raise PackingError(
-            f"No linear layer of {type(model).__name__} is safe to adapt: {len(linears)} were found. Name the targets in "
-            "`lora_target_modules`."
+            f"No linear layer of {type(model).__name__} is safe to adapt: {len(linears)} were found. Name the targets "
+            "in `lora_target_modules`."
         )
     return _shortest_endings(safe, (name for name, _ in model.named_modules()))
 
@@ -80,9 +83,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_router(name: str, module: nn.Module) -> bool:
-    """Say whether a linear layer decides which experts a token goes to, or how much of a shared expert it gets."""
+    """Say whether a linear layer chooses experts or keys for a token, or weighs what a shared expert says."""
     parts = name.split(".")
-    if any("router" in part or part == "gate" for part in parts):
+    if any("router" in part or part in ("gate", "indexer") for part in parts):
         return True
     return parts[-1].endswith("_gate") and getattr(module, "out_features", 0) == 1
 
@@ -96,8 +99,23 @@ def output_head_name(model: nn.Module) -> str | None:
 def _decoder_prefix(model: nn.Module) -> str:
     """Name of the text decoder with a dot: a vision or an audio tower gets no token of a text run."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    # ModernBERT's decoder class calls its output head so.
+    if decoder is None or is_linear(decoder):
+        return ""
     name = next((name for name, module in model.named_modules() if module is decoder), "")
     return f"{name}." if name else ""
+
+
+def _tower_prefixes(model: nn.Module, decoder: str) -> tuple[str, ...]:
+    """Names of the models inside the model that read images or sound, with a dot; not those around the decoder."""
+    return tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if name
+        and isinstance(module, PreTrainedModel)
+        and module.main_input_name != "input_ids"
+        and not decoder.startswith(f"{name}.")
+    )
 
 
 def _peft_adapts(model: nn.Module, name: str) -> bool:
@@ -126,4 +144,6 @@ def _shortest_endings(chosen: list[str], all_names: Iterable[str]) -> list[str]:
 
 def _endings(name: str) -> list[str]:
     parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
+    endings = (parts[start:] for start in range(len(parts) - 1, -1, -1))
+    # A number alone says nothing to a reader.
+    return [".".join(ending) for ending in endings if not all(part.isdecimal() for part in ending)]

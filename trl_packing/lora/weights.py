@@ -1,9 +1,9 @@
 """
 Which projections have their weight read by the layer above them, instead of being called.
 
-An adapter wraps a projection's call. A layer that hands `self.out_proj.weight` to a kernel passes the adapter by: it gets no
-gradient and has no say. The layers' own source tells where that happens, so no architecture is listed here, and the
-function that receives the weight tells whether that path runs on this machine.
+An adapter wraps a projection's call. A layer that hands `self.out_proj.weight` to a kernel passes the adapter by: it
+gets no gradient and has no say. The layers' own source tells where that happens, so no architecture is listed here,
+and the function that receives the weight tells whether that path runs on this machine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def passed_by(model: nn.Module) -> dict[str, str]:
         `dict[str, str]`: Name in the model, and who reads the weight, as the end of a sentence.
     """
     hooked = {(f.module.__name__, f.attribute): f for f in find_hooked_functions(model, {})}
-    found = {}
+    found: dict[str, str] = {}
     for name, layer in model.named_modules():
         for read in _reads_of(type(layer)):
             if _is_submodule(layer, read.path) and _reads_in_training(read, hooked):

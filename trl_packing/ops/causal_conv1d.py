@@ -3,8 +3,8 @@ Short causal depthwise convolution that keeps the segments of a packed row apart
 
 Shapes: T tokens in the row, D channels, W convolution width.
 
-`naive_causal_conv1d` is the definition for one segment, `causal_conv1d` the form for a whole row. Its arguments are those
-of transformers' module-level `causal_conv1d_fn`, plus the boundaries.
+`naive_causal_conv1d` is the definition for one segment, `causal_conv1d` the form for a whole row. Its arguments are
+those of transformers' module-level `causal_conv1d_fn`, plus the boundaries.
 """
 
 from __future__ import annotations
@@ -78,18 +78,19 @@ def causal_conv1d(
         lengths (`tuple[int, ...]`, *optional*):
             Tokens in each segment, on the host. Preferred in eager mode.
         seq_idx (`torch.Tensor`, *optional*):
-            Segment number of each token, integer of shape `[1, T]`. Used where `lengths` is not given; it is never read
-            back to the host, so one compiled graph serves all layouts.
+            Segment number of each token, integer of shape `[1, T]`. Used where `lengths` is not given; it is never
+            read back to the host, so one compiled graph serves all layouts.
 
     Returns:
         `torch.Tensor`: Shape `[1, D, T]` in the dtype of `hidden_states`, computed in at least float32.
 
     Raises:
-        [`PackingError`]: If the batch size is not 1, the boundaries do not fit the row, none are given, or the activation
-            is unknown.
+        [`PackingError`]: If the batch size is not 1, the boundaries do not fit the row, none are given, or the
+            activation is unknown.
     """
     check_boundaries(lengths, seq_idx, hidden_states.shape[0], hidden_states.shape[-1])
-    if lengths is not None and not (seq_idx is not None and torch.compiler.is_compiling()):
+    if seq_idx is None:
+        assert lengths is not None
         seq_idx = _seq_idx(lengths, hidden_states.device)
     dtype = computation_dtype(hidden_states)
     with without_autocast(hidden_states):
@@ -100,8 +101,8 @@ def causal_conv1d(
         return _activate(output.T[None], activation).to(hidden_states.dtype)
 
 
-class _SegmentConvolution(torch.autograd.Function):
-    """Sum of shifted rows times taps, `rows` `[T, D]` and `taps` `[W, D]`; written out because autograd keeps W copies."""
+class _SegmentConvolution(torch.autograd.Function):  # type: ignore[misc]
+    """Sum shifted `rows` `[T, D]` times `taps` `[W, D]`. Written out because autograd would keep W copies of a row."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, taps: torch.Tensor, seq_idx: torch.Tensor) -> torch.Tensor:
@@ -159,7 +160,7 @@ def _activate(output: torch.Tensor, activation: str | None) -> torch.Tensor:
         return output
     if activation not in ("silu", "swish"):
         raise PackingError(
-            f"The short convolution knows the activations `silu` and `swish`, but `activation` is {activation!r}. Pass None "
-            "and apply it to the result."
+            f"The convolution knows the activations `silu` and `swish`, but `activation` is {activation!r}. Pass "
+            "None and apply it to the result."
         )
     return F.silu(output)

@@ -3,9 +3,10 @@ Gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid) that keeps the segments of a
 
 Shapes: T tokens in the row, H key heads, HV value heads, K and V head widths, M chunks of C slots.
 
-`naive_gated_delta_rule` is the definition for one segment, `gated_delta_rule` the form for a whole row. Its arguments are
-those of transformers' `torch_chunk_gated_delta_rule`, plus the boundaries. Inside a chunk the updates are condensed by
-one triangular solve (Yang et al., "Gated Delta Networks", 2024); `layout` says how the chunks follow one another.
+`naive_gated_delta_rule` is the definition for one segment, `gated_delta_rule` the form for a whole row. Its arguments
+are those of transformers' `torch_chunk_gated_delta_rule`, plus the boundaries. Inside a chunk the updates are
+condensed by one triangular solve (Yang et al., "Gated Delta Networks", 2024); `layout` says how the chunks follow one
+another.
 """
 
 from __future__ import annotations
@@ -100,15 +101,15 @@ def gated_delta_rule(
         lengths (`tuple[int, ...]`, *optional*):
             Tokens in each segment, on the host. The fast form.
         seq_idx (`torch.Tensor`, *optional*):
-            Segment number of each token, integer of shape `[1, T]`, equal numbers adjacent. Used where `lengths` is not
-            given and under torch.compile; it is never read back to the host.
+            Segment number of each token, integer of shape `[1, T]`, equal numbers adjacent. Used where `lengths` is
+            not given and under torch.compile; it is never read back to the host.
 
     Returns:
         `tuple`: The output of shape `[1, T, HV, V]` in the dtype of `query`, computed in at least float32, and None.
 
     Raises:
-        [`PackingError`]: If the batch size is not 1, the boundaries are missing or do not fit the row, a state is passed
-            or asked for, or HV is not a multiple of H.
+        [`PackingError`]: If the batch size is not 1, the boundaries are missing or do not fit the row, a state is
+            passed or asked for, or HV is not a multiple of H.
     """
     refuse_cache(initial_state, output_final_state)
     layout = chunk_layout(lengths, seq_idx, value, chunk_size)
@@ -159,8 +160,8 @@ def delta_rule_over_waves(
         layout ([`ChunkLayout`]):
             Of the row.
         system (`torch.Tensor`):
-            How a token's update depends on those before it in the chunk, shape `[M, H, C, C]`; only what lies below the
-            diagonal is read.
+            How a token's update depends on those before it in the chunk, shape `[M, H, C, C]`; only what lies below
+            the diagonal is read.
         scores (`torch.Tensor`):
             What a token reads of the updates in its chunk, shape `[M, H, C, C]`.
         v_beta (`torch.Tensor`):
@@ -200,7 +201,7 @@ def delta_rule_over_waves(
 def prepare_query_key(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, use_qk_l2norm: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bring `query` and `key` to the precision of the computation, normalise, scale, and repeat them for the value heads."""
+    """Bring `query` and `key` to the computation's dtype, normalise, scale, and repeat them for the value heads."""
     num_repeats, rest = divmod(value.shape[2], key.shape[2])
     if rest or query.shape != key.shape:
         raise PackingError(

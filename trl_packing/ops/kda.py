@@ -3,8 +3,8 @@ Kimi delta attention (Kimi Linear) that keeps the segments of a packed row apart
 
 Shapes: T tokens in the row, H heads, K and V head widths, M chunks of C slots.
 
-It is the gated delta rule with a decay of its own for each key channel. `naive_kimi_delta_attention` is the definition for
-one segment, `kimi_delta_attention` the form for a whole row. Its arguments are those of transformers'
+It is the gated delta rule with a decay of its own for each key channel. `naive_kimi_delta_attention` is the definition
+for one segment, `kimi_delta_attention` the form for a whole row. Its arguments are those of transformers'
 `chunk_kimi_delta_attention`, plus the boundaries.
 """
 
@@ -87,21 +87,21 @@ def kimi_delta_attention(
         lengths (`tuple[int, ...]`, *optional*):
             Tokens in each segment, on the host. The fast form.
         seq_idx (`torch.Tensor`, *optional*):
-            Segment number of each token, integer of shape `[1, T]`, equal numbers adjacent. Used where `lengths` is not
-            given and under torch.compile; it is never read back to the host.
+            Segment number of each token, integer of shape `[1, T]`, equal numbers adjacent. Used where `lengths` is
+            not given and under torch.compile; it is never read back to the host.
 
     Returns:
         `tuple`: The output of shape `[1, T, H, V]` in the dtype of `query`, computed in at least float32, and None.
 
     Raises:
-        [`PackingError`]: If the batch size is not 1, the boundaries are missing or do not fit the row, a state is passed
-            or asked for, or the chunk size is not a power of 2.
+        [`PackingError`]: If the batch size is not 1, the boundaries are missing or do not fit the row, a state is
+            passed or asked for, or the chunk size is not a power of 2.
     """
     refuse_cache(initial_state, output_final_state)
     if chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise PackingError(
-            f"Chunks are halved again and again, so `chunk_size` must be a power of 2, but it is {chunk_size}. Leave the "
-            "default."
+            f"Chunks are halved again and again, so `chunk_size` must be a power of 2, but it is {chunk_size}. Leave "
+            "the default."
         )
     layout = chunk_layout(lengths, seq_idx, value, chunk_size)
     with without_autocast(query):
@@ -139,8 +139,8 @@ def _decayed_products(
     """
     Multiply each slot's row with the columns up to it, each channel decayed in between, segments apart.
 
-    Built from single slots by doubling. What lies between the halves of a block is decayed from the column to the end of
-    the first half and from there to the row: a plain product, where no exponent can be positive.
+    Built from single slots by doubling. What lies between the halves of a block is decayed from the column to the end
+    of the first half and from there to the row: a plain product, where no exponent can be positive.
 
     Args:
         rows (`torch.Tensor`):

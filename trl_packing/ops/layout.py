@@ -3,16 +3,16 @@ How a packed row is cut into chunks so that the algebra inside a chunk and the s
 
 Shapes: T tokens in the row, N segments, M chunks of C slots.
 
-The scans of this folder do the algebra inside all chunks at once and then walk over the *waves*: wave 0 holds the first
-chunk of every segment, wave 1 the second chunk of those that have one, and so on, longest segment first. So the chunks of
-a wave are one slice, chunk `r` of a wave continues chunk `r` of the wave before, and a step of the walk serves all
-segments at once. Segments shorter than a chunk share one, and the chunk that a long segment leaves half empty takes
-short ones in: the number of chunks follows the tokens, not the segments. Chunks of 4, lengths (9, 2, 3):
+The scans of this folder do the algebra inside all chunks at once and then walk over the *waves*: wave 0 holds the
+first chunk of every segment, wave 1 the second chunk of those that have one, and so on, longest segment first. So the
+chunks of a wave are one slice, chunk `r` of a wave continues chunk `r` of the wave before, and a step of the walk
+serves all segments at once. Segments shorter than a chunk share one, and the chunk that a long segment leaves half
+empty takes short ones in: the number of chunks follows the tokens, not the segments. Chunks of 4, lengths (9, 2, 3):
 
 ```text
-wave 0   a0 a1 a2 a3 | c0 c1 c2 --
+wave 0   a0 a1 a2 a3 | b0 b1 -- --
 wave 1   a4 a5 a6 a7
-wave 2   a8 b0 b1 --
+wave 2   a8 c0 c1 c2
 ```
 
 Without host lengths, as under torch.compile, the row is cut where it lies and each wave is one chunk.
@@ -122,13 +122,13 @@ def check_boundaries(
     """Raise [`PackingError`] unless `lengths` or `seq_idx` describes the one row of `num_tokens` tokens."""
     if lengths is None and seq_idx is None:
         raise PackingError(
-            "This operation keeps segments apart, but got neither `lengths` nor `seq_idx`. Pass one of them, or call the "
-            "original function for a row without boundaries."
+            "This operation keeps segments apart, but got neither `lengths` nor `seq_idx`. Pass one of them, or call "
+            "the original function for a row without boundaries."
         )
     if batch_size != 1:
         raise PackingError(
-            f"Boundaries belong to one packed row, but the batch size is {batch_size}. Lay the rows end to end first, for "
-            "example with `pack_rows`."
+            f"Boundaries belong to one packed row, but the batch size is {batch_size}. Lay the rows end to end first, "
+            "for example with `pack_rows`."
         )
     if lengths is not None and sum(lengths) != num_tokens:
         raise PackingError(
@@ -136,8 +136,8 @@ def check_boundaries(
         )
     if seq_idx is not None and tuple(seq_idx.shape) != (1, num_tokens):
         raise PackingError(
-            f"`seq_idx` needs the shape [1, {num_tokens}] of the row, but its shape is {list(seq_idx.shape)}. Pass the "
-            "segment numbers of this row."
+            f"`seq_idx` needs the shape [1, {num_tokens}] of the row, but its shape is {list(seq_idx.shape)}. Pass "
+            "the segment numbers of this row."
         )
 
 
@@ -158,9 +158,8 @@ def cumsum_in_segments(values: torch.Tensor, segments: torch.Tensor) -> torch.Te
     """
     distance = 1
     while distance < segments.shape[1]:
-        joined = (segments[:, distance:] == segments[:, :-distance])[
-            (slice(None), None, ..., *[None] * (values.ndim - 3))
-        ]
+        joined = (segments[:, distance:] == segments[:, :-distance])[:, None]
+        joined = joined if values.ndim == 3 else joined[..., None]
         earlier = torch.where(joined, values[:, :, :-distance], 0)
         values = values + F.pad(earlier, (0, 0) * (values.ndim - 3) + (distance, 0))
         distance *= 2
@@ -168,7 +167,7 @@ def cumsum_in_segments(values: torch.Tensor, segments: torch.Tensor) -> torch.Te
 
 
 def exp_where(mask: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """Give `exp(exponent)` where `mask` holds, else 0, without the overflow and NaN gradients of masking afterwards."""
+    """Give `exp(exponent)` where `mask` holds, else 0. Masking afterwards would overflow, and give NaN gradients."""
     return exponent.masked_fill(~mask, -torch.inf).exp()
 
 
@@ -192,10 +191,10 @@ def _layout_in_place(seq_idx: torch.Tensor, num_tokens: int, chunk_size: int) ->
 
 @lru_cache(maxsize=8)
 def _layout_in_waves(lengths: tuple[int, ...], chunk_size: int, device: torch.device) -> ChunkLayout:
+    Boundaries(lengths)
     waves, slots = plan_waves(lengths, chunk_size)
-    segments = np.full(sum(waves) * chunk_size, _PAD)
-    segments[slots] = np.repeat(np.arange(len(lengths)), lengths)
-    segments = segments.reshape(-1, chunk_size)
+    segments = np.full((sum(waves), chunk_size), _PAD)
+    segments.reshape(-1)[slots] = np.repeat(np.arange(len(lengths)), lengths)
     continues = segments == segments[:, :1]
     continues[: waves[0]] = False
     # The layout outlives this call, and tensors made in inference mode cannot be used in a later backward pass.
@@ -217,7 +216,6 @@ def plan_waves(lengths: tuple[int, ...], chunk_size: int) -> tuple[tuple[int, ..
     Returns:
         `tuple`: Chunks per wave, and the flat slot of each token, an int64 array of shape `[T]`.
     """
-    Boundaries(lengths)
     sizes = np.asarray(lengths)
     depths = -(-sizes // chunk_size)
     is_long = sizes >= chunk_size

@@ -1,12 +1,13 @@
 """
-Mamba-2 scan (Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2, Mamba-2) that keeps the segments of a packed row apart.
+Mamba-2 scan (Mamba-2, Bamba, Falcon-H1, Nemotron-H, Zamba2) that keeps the segments of a packed row apart.
 
 Shapes: T tokens in the row, H heads of width P, G groups of R = H / G heads, N state width (B and C are per group),
 M chunks of Q slots.
 
-`naive_mamba2_scan` is the definition for one segment, `mamba2_scan` the form for a whole row. Its arguments are those of
-transformers' `mamba2_chunk_scan` and of mamba-ssm's `mamba_chunk_scan_combined`, plus the boundaries. Inside a chunk the
-scan is a masked matrix product (Dao and Gu, "Transformers are SSMs", 2024); `layout` says how chunks follow one another.
+`naive_mamba2_scan` is the definition for one segment, `mamba2_scan` the form for a whole row. Its arguments are those
+of transformers' `mamba2_chunk_scan` and of mamba-ssm's `mamba_chunk_scan_combined`, plus the boundaries. Inside a
+chunk the scan is a masked matrix product (Dao and Gu, "Transformers are SSMs", 2024); `layout` says how chunks follow
+one another.
 """
 
 from __future__ import annotations
@@ -127,15 +128,15 @@ def mamba2_scan(
         lengths (`tuple[int, ...]`, *optional*):
             Tokens in each segment, on the host. The fast form.
         seq_idx (`torch.Tensor`, *optional*):
-            Segment number of each token, integer of shape `[1, T]`, equal numbers adjacent. Used where `lengths` is not
-            given and under torch.compile; it is never read back to the host.
+            Segment number of each token, integer of shape `[1, T]`, equal numbers adjacent. Used where `lengths` is
+            not given and under torch.compile; it is never read back to the host.
 
     Returns:
         `torch.Tensor`: Shape `[1, T, H, P]` in the dtype of `hidden_states`, computed in at least float32.
 
     Raises:
-        [`PackingError`]: If the batch size is not 1, the boundaries are missing or do not fit the row, a state is passed
-            or asked for, or H is not a multiple of G.
+        [`PackingError`]: If the batch size is not 1, the boundaries are missing or do not fit the row, a state is
+            passed or asked for, or H is not a multiple of G.
     """
     refuse_cache(initial_states, return_final_states)
     layout = chunk_layout(lengths, seq_idx, hidden_states, min(chunk_size, _MAX_CHUNK_SIZE))
@@ -217,7 +218,8 @@ def _with_skip_and_gate(
 
 
 def _heads_per_group(x: torch.Tensor, grouped: torch.Tensor) -> int:
-    num_repeats, rest = divmod(x.shape[2], grouped.shape[2])
+    num_repeats: int = x.shape[2] // grouped.shape[2]
+    rest = x.shape[2] % grouped.shape[2]
     if rest:
         raise PackingError(
             f"Heads must be a multiple of groups, but there are {x.shape[2]} heads and {grouped.shape[2]} groups."

@@ -3,8 +3,8 @@ Mamba-1 scan (Mamba, Falcon-Mamba, Jamba, Zamba) that keeps the segments of a pa
 
 Shapes: T tokens in the row, D channels, N state width, M chunks of Q slots.
 
-`naive_selective_scan` is the definition for one segment, `selective_scan` the form for a whole row. Its arguments are those
-of transformers' `mamba_selective_scan`, plus the boundaries. No kernel of mamba-ssm takes boundaries here.
+`naive_selective_scan` is the definition for one segment, `selective_scan` the form for a whole row. Its arguments are
+those of transformers' `mamba_selective_scan`, plus the boundaries. No kernel of mamba-ssm takes boundaries here.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ def selective_scan(
         lengths (`tuple[int, ...]`, *optional*):
             Tokens in each segment, on the host. The fast form.
         seq_idx (`torch.Tensor`, *optional*):
-            Segment number of each token, integer of shape `[1, T]`, equal numbers adjacent. Used where `lengths` is not
-            given and under torch.compile; it is never read back to the host.
+            Segment number of each token, integer of shape `[1, T]`, equal numbers adjacent. Used where `lengths` is
+            not given and under torch.compile; it is never read back to the host.
 
     Returns:
         `torch.Tensor`: Shape `[1, D, T]` in the dtype of `hidden_states`, computed in at least float32.
 
     Raises:
-        [`PackingError`]: If the batch size is not 1, the boundaries are missing or do not fit the row, or a state is asked
-            for.
+        [`PackingError`]: If the batch size is not 1, the boundaries are missing or do not fit the row, or a state is
+            asked for.
     """
     refuse_cache(None, return_last_state)
     layout = chunk_layout(lengths, seq_idx, hidden_states.transpose(1, 2), _CHUNK_SIZE)

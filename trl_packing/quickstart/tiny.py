@@ -44,8 +44,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     Build a tokenizer with one token per UTF-8 byte and a ChatML template.
 
     Returns:
-        `PreTrainedTokenizerFast`: 259 tokens: bytes 0 to 255 as ids 0 to 255, then `<|pad|>`, `<|im_start|>` and `<|im_end|>`
-            (the eos token). Text that spells a special token becomes that token, as with any chat tokenizer.
+        `PreTrainedTokenizerFast`: 259 tokens: bytes 0 to 255 as ids 0 to 255, then `<|pad|>`, `<|im_start|>` and
+            `<|im_end|>` (the eos token). Text that spells a special token becomes that token, as everywhere.
 
     Example:
 
@@ -76,8 +76,8 @@ def tiny_config(architecture: str = "llama") -> PreTrainedConfig:
 
     Args:
         architecture (`str`, *optional*, defaults to `"llama"`):
-            `"llama"`; `"qwen3_next"` (Gated DeltaNet, attention, 4 experts); `"qwen3_5"` (Gated DeltaNet, attention, the
-            text model); `"bamba"` (Mamba-2, attention).
+            `"llama"`; `"qwen3_next"` (Gated DeltaNet, attention, 4 experts); `"qwen3_5"` (Gated DeltaNet, attention,
+            the text model); `"bamba"` (Mamba-2, attention).
 
     Returns:
         `PreTrainedConfig`: Head sizes and channel counts are ones that the CUDA kernels take.
@@ -87,7 +87,8 @@ def tiny_config(architecture: str = "llama") -> PreTrainedConfig:
     """
     if architecture not in _ARCHITECTURES:
         raise PackingError(
-            f"Tiny models exist for {', '.join(_ARCHITECTURES)}, but `architecture` is {architecture!r}. Pass one of these."
+            f"Tiny models exist for {', '.join(_ARCHITECTURES)}, but `architecture` is {architecture!r}. Pass one of "
+            "these."
         )
     return _ARCHITECTURES[architecture]()
 
@@ -105,7 +106,8 @@ def build_tiny(folder: str | Path, architecture: str = "llama", seed: int = 0) -
             Of the weights. The caller's random state is left as it was.
 
     Returns:
-        `Path`: `folder`, which `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer` reads. Weights are float32.
+        `Path`: `folder`, which `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer` reads. Weights are
+            float32.
 
     Raises:
         [`PackingError`]: If the architecture is not in the list.

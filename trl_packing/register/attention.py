@@ -187,7 +187,9 @@ def _layer_span(module: nn.Module, sliding_window: int | None) -> tuple[int | No
     config = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
     layer_idx = getattr(module, "layer_idx", None)
-    layer_type = layer_types[layer_idx] if layer_types and layer_idx is not None and layer_idx < len(layer_types) else None
+    layer_type = (
+        layer_types[layer_idx] if layer_types and layer_idx is not None and layer_idx < len(layer_types) else None
+    )
     if layer_type == "chunked_attention":
         return None, config.attention_chunk_size
     if layer_type == "sliding_attention" and sliding_window is None:

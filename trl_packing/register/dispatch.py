@@ -1,53 +1,42 @@
 """
 Dispatchers in place of transformers' module-level operations: each call goes where its boundaries are honoured.
 
-One mechanism for all versions: the name in the modeling file is bound to a function of ours that decides per call, by the
-boundaries among the call's keywords, by the device of its tensor and by what is installed. Nothing is stored on a model,
-so copies, adapters, checkpointing and saving see no difference, and removing the dispatchers restores the very objects.
+One mechanism for all versions: the name in the modeling file is bound to a function of ours that decides per call, by
+the boundaries among the call's keywords, by the device of its tensor and by what is installed. Nothing is stored on a
+model, so copies, adapters, checkpointing and saving see no difference, and removal restores the very objects.
 
 | call | goes to |
 |---|---|
-| without boundaries | the original; transformers' PyTorch function where a package was chosen but the tensor is not on a GPU |
-| on a GPU, and the kernel takes boundaries | that kernel, keywords as it wants them |
+| without boundaries | the original; not on a GPU, and the original is a kernel: transformers' PyTorch function |
+| on a GPU with a kernel that takes boundaries | that kernel, keywords as it wants them |
 | convolution on a GPU with only flash-linear-attention there | its Triton convolution |
-| fused Mamba path that is not usable | nothing (None): the layer then calls the operations one by one |
+| fused Mamba path that cannot be used | nothing (None): the layer then calls the operations one by one |
 | any other | our operation |
 """
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._compat import is_available
 from ..boundaries import BOUNDARY_KEYS, host_lengths
-from ..errors import MissingDependencyError, PackingError
-from .inventory import HookedFunction, calls_of, find_hooked_functions
+from ..errors import LeakError, MissingDependencyError, PackingError
+from . import kernel_calls
+from .inventory import UNSUPPORTED, HookedFunction, calls_of, find_hooked_functions, parameters
+from .kernel_calls import call_fla_convolution, call_kernel, fits_kernel, fla_convolution, takes_boundaries
 from .relay import install_relays, relayed_boundaries, remove_relays
 
-Ops = Literal["auto", "kernels", "torch"]
-
-# Devices that the packages have kernels for.
-KERNEL_DEVICES = ("cuda", "xpu")
-
 _KEYS = BOUNDARY_KEYS | {"cu_seqlens"}
-_INSTALL = {
-    "fla": "pip install 'trl-packing[gdn]'",
-    "causal_conv1d": "pip install 'trl-packing[gdn]'",
-    "mamba_ssm": "pip install 'trl-packing[mamba]'",
-}
+_EXTRAS = {"fla": "gdn", "causal_conv1d": "gdn", "mamba_ssm": "mamba"}
 
 _originals: dict[tuple[str, str], Any] = {}
 _dispatchers: dict[tuple[str, str], Callable[..., Any]] = {}
-_cpu_offsets_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,7 @@ class LayerChoice:
         function (`str`):
             The operation, by the package's name.
         implementation (`str`):
-            `"kernel"`, `"fla convolution"`, `"torch"` (our operation), or `"unfused"` where a fused path is passed over.
+            `"kernel"`, `"fla convolution"`, `"torch"` (our operation), or `"unfused"` for a fused path passed over.
         reason (`str`):
             Why.
     """
@@ -75,7 +64,7 @@ class LayerChoice:
     reason: str
 
 
-def install_dispatchers(model: nn.Module, ops: Ops = "auto") -> list[HookedFunction]:
+def install_dispatchers(model: nn.Module, ops: str = "auto") -> list[HookedFunction]:
     """
     Put a dispatcher at every operation in the modeling files that the model's layers come from.
 
@@ -86,8 +75,8 @@ def install_dispatchers(model: nn.Module, ops: Ops = "auto") -> list[HookedFunct
         model (`nn.Module`):
             A loaded model, wrapped or not.
         ops (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` takes a kernel where one fits and our operation elsewhere, `"kernels"` refuses to run our operation,
-            `"torch"` always runs it for packed rows.
+            `"auto"` takes a kernel where one fits and our operation elsewhere, `"kernels"` refuses to run our
+            operation, `"torch"` always runs it for packed rows.
 
     Returns:
         `list[HookedFunction]`: What was replaced. Empty for a model without such layers.
@@ -111,7 +100,7 @@ def install_dispatchers(model: nn.Module, ops: Ops = "auto") -> list[HookedFunct
 
 
 def remove_dispatchers() -> None:
-    """Bind every name to the object that stood there before. Names that someone else has bound since are left alone."""
+    """Bind every name to the object that stood there before, except names that someone else has bound since."""
     for (module_name, attribute), original in _live_originals().items():
         setattr(import_module(module_name), attribute, original)
     _originals.clear()
@@ -119,7 +108,7 @@ def remove_dispatchers() -> None:
     remove_relays()
 
 
-def describe_layers(model: nn.Module, ops: Ops = "auto") -> list[LayerChoice]:
+def describe_layers(model: nn.Module, ops: str = "auto") -> list[LayerChoice]:
     """
     Say what each kind of layer will run for a packed row on the model's device, and why.
 
@@ -133,11 +122,9 @@ def describe_layers(model: nn.Module, ops: Ops = "auto") -> list[LayerChoice]:
         `list[LayerChoice]`: One entry per layer class and operation; none for attention.
     """
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    counts = Counter(type(layer) for layer in model.modules())
-    hooked = find_hooked_functions(model, _live_originals())
     choices = []
-    for layer_class, count in counts.items():
-        for function in _called(layer_class, hooked):
+    for layer_class, count, functions in _layers_with_operations(model):
+        for function in functions:
             if function.upstream.role != "step":
                 implementation, reason = _choice(function, device, ops)
                 name = function.upstream.name
@@ -145,30 +132,63 @@ def describe_layers(model: nn.Module, ops: Ops = "auto") -> list[LayerChoice]:
     return choices
 
 
-def _called(layer_class: type, hooked: list[HookedFunction]) -> list[HookedFunction]:
-    names = calls_of(layer_class)
-    files = {base.__module__ for base in layer_class.__mro__}
-    return [function for function in hooked if function.attribute in names and function.module.__name__ in files]
+def refuse_unsupported(model: nn.Module) -> None:
+    """
+    Refuse a model with layers that are known not to keep segments apart, before anything is prepared for it.
+
+    The check is by name, so it costs nothing and needs no forward. It is not a proof: [`check_isolation`] is.
+
+    Args:
+        model (`nn.Module`):
+            A loaded model.
+
+    Raises:
+        [`LeakError`]: If it has such layers. All of them are named at once.
+    """
+    found = []
+    for layer_class, count, functions in _layers_with_operations(model):
+        name = layer_class.__name__
+        if name in UNSUPPORTED and layer_class.__module__.startswith("transformers."):
+            found.append(f"{name} ({count} in the model): {UNSUPPORTED[name]}")
+        for function in functions:
+            if function.upstream.role == "unknown":
+                found.append(f"{name} ({count} in the model): `{function.upstream.name}` is unknown to trl_packing")
+    if found:
+        raise LeakError(
+            f"{type(model).__name__} cannot be trained on packed rows, because layers of it mix the segments of a "
+            f"row. {'; '.join(found)}. Train it on padded batches with TRL's own `SFTTrainer`."
+        )
 
 
-def _choice(function: HookedFunction, device: str, ops: Ops) -> tuple[str, str]:
+def _layers_with_operations(model: nn.Module) -> list[tuple[type, int, list[HookedFunction]]]:
+    """Give each layer class, how many there are, and the hooked functions that its methods call."""
+    hooked = find_hooked_functions(model, _live_originals())
+    layers = []
+    for layer_class, count in Counter(type(layer) for layer in model.modules()).items():
+        names, files = calls_of(layer_class), {base.__module__ for base in layer_class.__mro__}
+        functions = [
+            function for function in hooked if function.attribute in names and function.module.__name__ in files
+        ]
+        layers.append((layer_class, count, functions))
+    return layers
+
+
+def _choice(function: HookedFunction, device: str, ops: str) -> tuple[str, str]:
     upstream, package = function.upstream, function.package
-    if device not in KERNEL_DEVICES:
-        obstacle = f"the model is on `{device}`, and `{package}` has kernels for {' and '.join(KERNEL_DEVICES)} only"
+    if device not in kernel_calls.KERNEL_DEVICES:
+        obstacle = f"the model is on `{device}`, where `{package}` has no kernels"
     elif ops == "torch":
         obstacle = 'ops="torch"'
     elif function.kernel is None:
         obstacle = f"`{package}` is not installed"
-    elif not _takes_boundaries(function):
-        obstacle = f"the kernel of `{package}` takes no boundaries"
-    elif upstream.role == "fused" and not is_available("causal_conv1d"):
-        obstacle = "`causal_conv1d` is not installed"
+    elif not takes_boundaries(function):
+        obstacle = f"the kernel of `{package}` takes no boundaries, or lacks another package"
     else:
         return "kernel", f"`{package}` takes boundaries as `{upstream.kernel_keyword}`"
     if upstream.role == "fused":
         return "unfused", f"{obstacle}; the layer runs its operations one by one"
-    if upstream.name == "causal_conv1d_fn" and device in KERNEL_DEVICES and ops != "torch" and _fla_convolution():
-        return "fla convolution", obstacle
+    if upstream.name == "causal_conv1d_fn" and device in kernel_calls.KERNEL_DEVICES and ops != "torch":
+        return ("fla convolution" if fla_convolution() else "torch"), obstacle
     return "torch", obstacle
 
 
@@ -182,37 +202,34 @@ def _live_originals() -> dict[tuple[str, str], Any]:
 
 
 def _require_kernels(model: nn.Module, hooked: list[HookedFunction]) -> None:
-    used = {
+    missing = {
         function.package
-        for layer_class in {type(layer) for layer in model.modules()}
-        for function in _called(layer_class, hooked)
+        for _, _, functions in _layers_with_operations(model)
+        for function in functions
         if function.upstream.role == "operation" and function.kernel is None
     }
     # flash-linear-attention brings a convolution of its own.
-    if _fla_convolution() is not None:
-        used.discard("causal_conv1d")
-    if used:
-        names = ", ".join(f"`{package}`" for package in sorted(used))
-        lines = " and ".join(f"`{line}`" for line in sorted({_INSTALL.get(name, f"pip install {name}") for name in used}))
+    if fla_convolution() is not None:
+        missing.discard("causal_conv1d")
+    if missing:
+        extras = ",".join(sorted({_EXTRAS.get(package, package) for package in missing}))
         raise MissingDependencyError(
-            f'ops="kernels" needs the packages {names}, which are not installed. Install with {lines}, or set '
-            'ops="auto".'
+            f'ops="kernels" needs {", ".join(f"`{package}`" for package in sorted(missing))}, not installed here. '
+            f"Install with `pip install 'trl-packing[{extras}]'`, or set ops=\"auto\"."
         )
 
 
-def _dispatcher(function: HookedFunction, ops: Ops) -> Callable[..., Any]:
+def _dispatcher(function: HookedFunction, ops: str) -> Callable[..., Any]:
     upstream, original, kernel = function.upstream, function.original, function.kernel
-    use_kernel = ops != "torch" and _takes_boundaries(function)
-    if upstream.role == "fused":
-        use_kernel = use_kernel and is_available("causal_conv1d")
-    convolution = _fla_convolution() if upstream.name == "causal_conv1d_fn" and ops != "torch" else None
-    accepted = _parameters(kernel) if kernel is not None else frozenset()
-    ours_accepts = _parameters(upstream.ours) if upstream.ours is not None else frozenset()
+    use_kernel = ops != "torch" and takes_boundaries(function)
+    convolution = fla_convolution() if upstream.name == "causal_conv1d_fn" and ops != "torch" else None
+    accepted = parameters(upstream.ours) if upstream.ours is not None else ()
+    names = parameters(function.torch_function)
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        on_gpu = args[0].device.type in KERNEL_DEVICES
+        on_gpu = args[0].device.type in kernel_calls.KERNEL_DEVICES
         cu_seqlens, seq_idx, host_offsets = _boundaries_of(kwargs)
-        if upstream.role == "fused" and not _trains_what_it_reads(kwargs):
+        if upstream.role == "fused" and not _trains_what_it_reads(dict(zip(names, args, strict=False)) | kwargs):
             return None
         if cu_seqlens is None and seq_idx is None:
             if kernel is not None and not on_gpu:
@@ -221,25 +238,25 @@ def _dispatcher(function: HookedFunction, ops: Ops) -> Callable[..., Any]:
 
         kwargs = {name: value for name, value in kwargs.items() if name not in _KEYS}
         boundary = seq_idx if upstream.kernel_keyword == "seq_idx" else cu_seqlens
-        if on_gpu and use_kernel and boundary is not None and _fits(upstream.name, args, kwargs):
-            kwargs = {name: value for name, value in kwargs.items() if name in accepted}
-            return _call_kernel(function, accepted, args, kwargs, boundary, host_offsets)
+        if on_gpu and use_kernel and boundary is not None and fits_kernel(upstream.name, args, kwargs):
+            return call_kernel(function, args, kwargs, boundary, host_offsets)
         if upstream.role == "fused":
             return None
         if upstream.ours is None:
             raise PackingError(
-                f"`{upstream.name}` of {function.module.__name__} cannot keep segments apart, but got boundaries. Pack "
-                "without a cache: call the model with `use_cache=False`."
+                f"`{upstream.name}` of {function.module.__name__} cannot keep segments apart, but got boundaries. "
+                "Pack without a cache: call the model with `use_cache=False`."
             )
         if on_gpu and convolution is not None and cu_seqlens is not None:
-            return _call_fla_convolution(convolution, args, kwargs, cu_seqlens, host_offsets)
+            return call_fla_convolution(convolution, args, kwargs, cu_seqlens, host_offsets)
         if ops == "kernels":
             raise PackingError(
                 f'ops="kernels", but no kernel takes this call of `{upstream.name}`: tensor {list(args[0].shape)} on '
                 f'{args[0].device}. Set ops="auto" to run our operation.'
             )
-        kwargs = {name: value for name, value in kwargs.items() if name in ours_accepts}
-        if (torch.compiler.is_compiling() and seq_idx is not None) or cu_seqlens is None:
+        kwargs = {name: value for name, value in kwargs.items() if name in accepted}
+        # Host lengths would be constants of the compiled graph, one graph per layout.
+        if cu_seqlens is None or (seq_idx is not None and torch.compiler.is_compiling()):
             return upstream.ours(*args, **kwargs, seq_idx=seq_idx)
         return upstream.ours(*args, **kwargs, lengths=host_lengths(cu_seqlens, host_offsets))
 
@@ -258,77 +275,8 @@ def _boundaries_of(kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, torch.T
     return cu_seqlens, kwargs.get("seq_idx"), kwargs.get("cu_seqlens_cpu")
 
 
-def _call_kernel(
-    function: HookedFunction,
-    accepted: frozenset[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    boundary: torch.Tensor,
-    host_offsets: Sequence[int] | None,
-) -> Any:
-    assert function.kernel is not None
-    if function.upstream.kernel_keyword == "seq_idx":
-        if function.upstream.name == "causal_conv1d_fn" and args[0].stride(1) != 1:
-            args = (args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
-        return function.kernel(*args, **kwargs, seq_idx=boundary.to(torch.int32).contiguous())
-    if host_offsets is not None and "cu_seqlens_cpu" in accepted:
-        kwargs["cu_seqlens_cpu"] = _cpu_offsets(boundary, host_offsets)
-    return function.kernel(*args, **kwargs, cu_seqlens=boundary)
-
-
-def _call_fla_convolution(
-    convolution: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    cu_seqlens: torch.Tensor,
-    host_offsets: Sequence[int] | None,
-) -> torch.Tensor:
-    """Call flash-linear-attention's convolution, which wants `[B, T, D]` where the others want `[B, D, T]`."""
-    if host_offsets is not None:
-        kwargs["cu_seqlens_cpu"] = _cpu_offsets(cu_seqlens, host_offsets)
-    output, _ = convolution(args[0].transpose(1, 2).contiguous(), *args[1:], **kwargs, cu_seqlens=cu_seqlens)
-    return output.transpose(1, 2)
-
-
-def _cpu_offsets(cu_seqlens: torch.Tensor, host_offsets: Sequence[int]) -> torch.Tensor:
-    """The host copy as the tensor that flash-linear-attention wants: one object per row, because it caches by identity."""
-    offsets = _cpu_offsets_of.get(cu_seqlens)
-    if offsets is None:
-        offsets = _cpu_offsets_of[cu_seqlens] = torch.tensor(host_offsets, dtype=torch.int64)
-    return offsets
-
-
-def _fla_convolution() -> Callable[..., Any] | None:
-    # The first name holds from flash-linear-attention 0.6, the second before.
-    for name in ("fla.modules.causal_conv1d", "fla.modules.conv.causal_conv1d") if is_available("fla") else ():
-        try:
-            return import_module(name).causal_conv1d  # type: ignore[no-any-return]
-        # Triton without a driver raises RuntimeError on import.
-        except (ImportError, RuntimeError):
-            continue
-    return None
-
-
-def _takes_boundaries(function: HookedFunction) -> bool:
-    keyword = function.upstream.kernel_keyword
-    return function.kernel is not None and keyword is not None and keyword in _parameters(function.kernel)
-
-
-def _fits(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a kernel takes these shapes. causal-conv1d has limits of its own."""
-    if name != "causal_conv1d_fn":
-        return True
-    weight = args[1] if len(args) > 1 else kwargs["weight"]
-    return weight.shape[0] % 8 == 0 and 2 <= weight.shape[1] <= 4
-
-
-def _trains_what_it_reads(kwargs: dict[str, Any]) -> bool:
-    # The fused path reads the projection's weight and never calls the projection. A frozen weight may carry an adapter,
-    # which would get no gradient and no say.
-    weight = kwargs.get("outproj_weight")
-    return weight is None or weight.requires_grad
-
-
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    target = function.forward if isinstance(function, nn.Module) else function
-    return frozenset(inspect.signature(target).parameters)
+def _trains_what_it_reads(arguments: dict[str, Any]) -> bool:
+    # The fused path reads the weights of projections and never calls them. A frozen one may carry an adapter, which
+    # would get no gradient and no say.
+    weights = (value for name, value in arguments.items() if name.endswith("proj_weight") and value is not None)
+    return all(weight.requires_grad for weight in weights)

@@ -35,9 +35,9 @@ class Upstream:
         name (`str`):
             The package's name of it, which transformers' wrapper carries.
         role (`str`):
-            `"operation"` runs over a whole row; `"fused"` does several operations and a projection at once and may return
-            None, upon which the layer runs them one by one; `"step"` continues a cache by one token; `"unknown"` is a
-            function that this version of ours has never seen.
+            `"operation"` runs over a whole row; `"fused"` does several operations and a projection at once and may
+            return None, upon which the layer runs them one by one; `"step"` continues a cache by one token;
+            `"unknown"` is a function that this version of ours has never seen.
         ours (`Callable`, *optional*):
             Our operation. Only an `"operation"` has one.
         kernel_keyword (`str`, *optional*):
@@ -65,6 +65,24 @@ UPSTREAM = {
         Upstream("fused_recurrent_kda", "step"),
         Upstream("selective_state_update", "step"),
     )
+}
+
+
+# Arguments of transformers' functions that choose between equal implementations.
+_WITHOUT_MEANING = frozenset({"use_mambapy", "use_associative_scan", "kwargs"})
+
+# Layers of transformers 5.20 to 5.24 that mix neighbouring tokens by themselves, by class name, and how.
+UNSUPPORTED = {
+    "MiniMaxLightningAttention": "its lightning attention carries one state through the row",
+    "RecurrentGemmaRecurrentBlock": "its convolution runs over the row",
+    "RwkvSelfAttention": "its token shift and its state run through the row",
+    "xLSTMLayer": "its state runs through the row",
+    "ZayaCCAProjection": "its convolutions run over the row",
+    "DeepseekV4HCACompressor": "it compresses tokens by their place in the row",
+    "DeepseekV4CSACompressor": "it compresses tokens by their place in the row",
+    "BltPatcher": "it cuts patches by the row's bytes",
+    "LSHSelfAttention": "it sorts the row's tokens into buckets",
+    "LocalSelfAttention": "it cuts the row into blocks",
 }
 
 
@@ -119,9 +137,11 @@ def find_hooked_functions(model: nn.Module, originals: dict[tuple[str, str], Any
             wrapper = _wrapper_of(value)
             if wrapper is None:
                 continue
-            held = inspect.getclosurevars(wrapper).nonlocals
+            held = dict(inspect.getclosurevars(wrapper).nonlocals)
             name = held["func_name"]
             upstream = UPSTREAM.get(name, Upstream(name, "unknown"))
+            if upstream.ours is not None and not _same_arguments(held["torch_function"], upstream.ours):
+                upstream = Upstream(name, "unknown")
             kernel = _kernel_of(value, held)
             hooked.append(
                 HookedFunction(module, attribute, value, held["torch_function"], kernel, held["package"], upstream)
@@ -141,6 +161,12 @@ def calls_of(layer_class: type) -> frozenset[str]:
     return frozenset(names)
 
 
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Give the names of a function's arguments in order, or of those of a module's forward."""
+    target = function.forward if isinstance(function, nn.Module) else function
+    return tuple(inspect.signature(target).parameters)
+
+
 def _modeling_files(model: nn.Module) -> list[ModuleType]:
     names = {
         base.__module__: None
@@ -155,8 +181,8 @@ def _wrapper_of(value: Any) -> FunctionType | None:
     """Give transformers' wrapper behind a file's attribute, which is a module around it where `kernels` is usable."""
     if isinstance(value, nn.Module) and hasattr(type(value), "kernel_layer_name"):
         # The class is made around the function, which its forward holds on to.
-        cells = inspect.getclosurevars(type(value).forward).nonlocals.values()
-        return next((wrapper for cell in cells if (wrapper := _wrapper_of(cell)) is not None), None)
+        wrappers = map(_wrapper_of, inspect.getclosurevars(type(value).forward).nonlocals.values())
+        return next((wrapper for wrapper in wrappers if wrapper is not None), None)
     if not isinstance(value, FunctionType) or not hasattr(value, "__wrapped__"):
         return None
     return value if {"torch_function", "implementation", "func_name"} <= set(value.__code__.co_freevars) else None
@@ -166,7 +192,13 @@ def _kernel_of(original: Any, held: dict[str, Any]) -> Callable[..., Any] | None
     # `kernelize` replaces the forward of the object itself.
     if isinstance(original, nn.Module) and "forward" in vars(original):
         return original
-    return held["implementation"] if held["implementation"] is not held["torch_function"] else None
+    implementation: Callable[..., Any] = held["implementation"]
+    return None if implementation is held["torch_function"] else implementation
+
+
+def _same_arguments(torch_function: Callable[..., Any], ours: Callable[..., Any]) -> bool:
+    """Whether ours knows every argument, so that a later transformers cannot add one which we would drop."""
+    return set(parameters(torch_function)) - _WITHOUT_MEANING <= set(parameters(ours))
 
 
 def _codes(value: Any) -> Iterator[CodeType]:

@@ -170,6 +170,9 @@ class RecipeParser(TrlParser):
             config = read_config(resolve_config(name, self.recipe_file))
             _say(f"config: {config.path}")
             self._take_defaults(config)
+        # A misspelled option is said before the settings are built, which may refuse this machine.
+        if not return_remaining_strings and (unknown := self.parse_known_args(words)[1]):
+            raise PackingError(self._unknown_word(unknown))
         *parsed, rest = self._parse_words(words)
         if not return_remaining_strings:
             if rest:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...errors import PackingError
 from .files import check_files, explain, is_saved_dataset, loader_for, looks_local
 from .samples import validate_samples
@@ -32,7 +34,8 @@ def load_data(
             what `save_to_disk` wrote. A folder's splits are told by its file names, such as `train.jsonl` and
             `test.jsonl`.
         dataset_args (`trl.DatasetMixtureConfig`):
-            `datasets:` is a mixture, whose entries take the same paths. It wins over `dataset_name`, as in TRL.
+            `datasets:` is a mixture, whose entries take the same paths. It wins over `dataset_name`, as in TRL. Its
+            `test_split_size` draws with the run's seed.
         training_args (`trl.SFTConfig`):
             The run evaluates unless `eval_strategy` is `"no"`. Also says which columns are read.
 
@@ -43,7 +46,7 @@ def load_data(
         [`PackingError`]: If a name, a file, a split or a sample is wrong, in one sentence.
     """
     if dataset_args.datasets:
-        splits, source = _load_mixture(script_args, dataset_args), "the `datasets` mixture"
+        splits, source = _load_mixture(script_args, dataset_args, training_args.seed), "the `datasets` mixture"
     elif script_args.dataset_name:
         splits, source = _load_named(script_args), f"`dataset_name: {script_args.dataset_name}`"
     else:
@@ -52,8 +55,8 @@ def load_data(
         logger.warning(
             "`streaming` belongs to `datasets` and has no effect on `dataset_name`. Use `dataset_streaming`."
         )
-    local = Path(script_args.dataset_name or "").expanduser()
-    with _one_sentence(source, [] if dataset_args.datasets else [local]):
+    names = [entry.path for entry in dataset_args.datasets] or [str(script_args.dataset_name)]
+    with _one_sentence(source, [Path(name).expanduser() for name in names]):
         train = _split(splits, script_args.dataset_train_split, "dataset_train_split", source)
         train = validate_samples(train, training_args, name="training")
         if training_args.eval_strategy == "no":
@@ -83,7 +86,7 @@ def _load_named(script_args: ScriptArguments) -> Any:
         return datasets.load_dataset(_loader(path), data_files={"train": str(path.resolve())}, streaming=streaming)
 
 
-def _load_mixture(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) -> Any:
+def _load_mixture(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig, seed: int) -> Any:
     from trl import get_dataset
 
     if script_args.dataset_name:
@@ -110,8 +113,19 @@ def _load_mixture(script_args: ScriptArguments, dataset_args: DatasetMixtureConf
             loader, data_files = files
             entry = dataclasses.replace(entry, path=loader, data_files={_base_split(entry.split): data_files})
         entries.append(entry)
-    with _one_sentence("the `datasets` mixture", paths):
+    with _one_sentence("the `datasets` mixture", paths), _numpy_seed(seed):
         return get_dataset(dataclasses.replace(dataset_args, datasets=entries))
+
+
+@contextmanager
+def _numpy_seed(seed: int) -> Iterator[None]:
+    """Fix the state that TRL's unseeded `test_split_size` draws from: ranks and resumed runs must split alike."""
+    state = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
 
 
 def _local_files(path: Path, split: str) -> tuple[str, Any] | None:
