@@ -156,7 +156,7 @@ def timed_worker(rank: int, num_ranks: int, port: int, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
     # As many multiplications in matrices as `train_row` does.
     config = SimpleNamespace(hidden_size=128, intermediate_size=128, vocab_size=128, num_attention_heads=4)
-    plan = plan_packs(samples_for("longtail", 2_048, 16 * num_ranks), 2_048, headroom=HEADROOM)
+    plan = plan_packs(np.minimum(draw("longtail", 75 * num_ranks), 2_048), 2_048, headroom=HEADROOM)
     settings = {"num_epochs": 1, "num_ranks": num_ranks, "rank": rank, "gradient_accumulation_steps": 4}
     runs: dict[str, list[tuple[list[float], float]]] = {"none": [], "cost": []}
     for balance in ("none", "cost") * 3:

@@ -167,7 +167,12 @@ def report(padded: Run, packed: Run, logit_difference: float) -> str:
     rows = [
         ("first loss", f"{padded.losses[0]:.6f}", f"{packed.losses[0]:.6f}", ""),
         ("last loss", f"{padded.losses[-1]:.6f}", f"{packed.losses[-1]:.6f}", f"largest difference {apart:.1e}"),
-        ("decoder tokens", f"{padded.num_decoder_tokens:,}", f"{packed.num_decoder_tokens:,}", f"saved {tokens:.1%}"),
+        (
+            "decoder tokens",
+            f"{padded.num_decoder_tokens:,}",
+            f"{packed.num_decoder_tokens:,}",
+            f"saved {tokens:.1%}, the padding share",
+        ),
         ("CPU seconds", f"{padded.cpu_seconds:.1f}", f"{packed.cpu_seconds:.1f}", f"saved {seconds:.1%}"),
     ]
     lines = [
@@ -184,6 +189,8 @@ def main(arguments: list[str] | None = None) -> tuple[Run, Run]:
     parser.add_argument("--batch-size", type=int, default=12, help="clips per step (default: 12)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and clips (default: 0)")
     options = parser.parse_args(arguments)
+    if options.steps < 1 or options.batch_size < 1:
+        parser.error("--steps and --batch-size need at least 1")
 
     register_ops()
     torch.manual_seed(options.seed)

@@ -6,8 +6,8 @@ accelerate launch recipes/sft.py --config quickstart.yaml
 accelerate launch --num_processes 8 recipes/sft.py --config llama.yaml --learning_rate 1e-4
 ```
 
-`--config` takes a path or the name of a file in `configs/`; the command line overrides the YAML; every option of `trl sft`
-works. This file is meant to be copied and changed.
+`--config` takes a path or the name of a file in `configs/`; the command line overrides the YAML; every option of `trl
+sft` works. This file is meant to be copied and changed.
 """
 
 from trl_packing.recipe import build_sft, finish_sft, parse_sft, usage_errors

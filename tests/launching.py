@@ -28,7 +28,9 @@ def run(command, timeout=240, check=True, **kwargs):
         **kwargs,
     )
     if check and result.returncode:
-        raise AssertionError(f"{command} ended with {result.returncode}:\n{result.stdout[-2000:]}\n{result.stderr[-6000:]}")
+        raise AssertionError(
+            f"{command} ended with {result.returncode}:\n{result.stdout[-2000:]}\n{result.stderr[-6000:]}"
+        )
     return result
 
 

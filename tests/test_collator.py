@@ -72,7 +72,10 @@ def test_masks_decide_the_labels_where_there_are_none():
 
 def test_masked_ends_are_removed_and_holes_refused():
     row = PackedCollator()(
-        [sample(0, 0, 5, 6, attention_mask=[0, 0, 1, 1]), sample(7, 8, 0, labels=[-100, 8, -100], attention_mask=[1, 1, 0])]
+        [
+            sample(0, 0, 5, 6, attention_mask=[0, 0, 1, 1]),
+            sample(7, 8, 0, labels=[-100, 8, -100], attention_mask=[1, 1, 0]),
+        ]
     )
     assert row["input_ids"].tolist() == [[5, 6, 7, 8]]
     assert row["labels"].tolist() == [[-100, 6, -100, 8]]

@@ -43,7 +43,9 @@ def test_gradients_losses_and_evaluation_are_those_of_one_process(num_ranks, acc
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_fewer_samples_than_ranks_and_one_too_many(packing, tmp_path):
-    few = train_on(3, tmp_path / "few", num_samples=2, num_train_epochs=1, packing=packing, per_device_train_batch_size=1)
+    few = train_on(
+        3, tmp_path / "few", num_samples=2, num_train_epochs=1, packing=packing, per_device_train_batch_size=1
+    )
     assert samples_of(few) == [0, 1]
     run = {"num_samples": 9, "num_train_epochs": 1, "packing": packing, "max_grad_norm": 0.0}
     ranks = train_on(

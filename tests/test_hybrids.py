@@ -108,7 +108,7 @@ def test_rows_without_boundaries_do_mix(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
-@pytest.mark.parametrize("model_type", (*HYBRIDS, "mamba", "mamba2", "jamba", "zamba"))
+@pytest.mark.parametrize("model_type", [*HYBRIDS, "mamba", "mamba2", "jamba", "zamba"])
 def test_gradient_checkpointing_changes_no_gradient(model_type: str, reentrant: bool) -> None:
     model = hybrid(model_type, "varlen" if model_type in HYBRIDS else None)
     ids = token_ids(LENGTHS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.models.bamba import modeling_bamba
 from trl_packing import Boundaries, PackingError, check_lora_targets, register_ops, safe_lora_targets
 from trl_packing.lora import adapter_gradients
 from trl_packing.lora.check import without_weights
+from trl_packing.lora.gradients import _on_any_rank
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -152,7 +154,7 @@ def test_function_that_nobody_knows_counts_as_a_kernel(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("model_type", "config", "message"),
     [
-        ("bamba", {"target_modules": ["q_proj", "conv1d"]}, r"`model.layers.0.mamba.conv1d`.*train nothing"),
+        ("bamba", {"target_modules": ["q_proj", "conv1d"], "r": 192}, r"`model.layers.0.mamba.conv1d`.*train nothing"),
         ("lfm2", {"target_modules": ["conv.conv"], "r": 64}, r"`model.layers.0.conv.conv`.*would train nothing"),
         ("mamba", {"target_modules": ["dt_proj"]}, r"dt_proj`.*multiplies by its weight"),
         ("nemotron_h", {"target_modules": ["out_proj"]}, "PEFT cannot adapt NemotronHForCausalLM.*out_proj"),
@@ -163,7 +165,7 @@ def test_function_that_nobody_knows_counts_as_a_kernel(monkeypatch: pytest.Monke
         ("qwen3_next", {"target_modules": ["shared_expert.down_proj"]}, r"leave out.*shared_expert.down_proj"),
         ("qwen3_next", {"target_modules": ["q_proj", "gate_proj", "up_proj"]}, r"adapt.*experts.gate_up_proj"),
         ("qwen3_next", {"target_modules": r".*layers\.2.*q_proj|.*layers\.0.*out_proj"}, "would not adapt what"),
-        ("afmoe", {"target_modules": "all-linear"}, r"what chooses experts: `model.layers.*router.gate`"),
+        ("dbrx", {"target_modules": "all-linear"}, r"what chooses experts: `transformer.blocks.*router.layer`"),
     ],
     ids=[
         "conv", "short-conv", "dt_proj", "mamba-guard", "lm_head", "typo", "all-linear", "shared-gate", "shared-down",
@@ -222,8 +224,8 @@ def test_experts_are_adapted_on_request() -> None:
 
 
 def test_router_named_on_purpose_is_adapted_as_written() -> None:
-    report = check_lora_targets(tiny_model("afmoe"), LoraConfig(r=2, target_modules=["router.gate"]))
-    assert list(report.adapters) == ["AfmoeTokenChoiceRouter.gate"]
+    report = check_lora_targets(tiny_model("dbrx"), LoraConfig(r=2, target_modules=["router.layer"]))
+    assert list(report.adapters) == ["DbrxRouter.layer"]
 
 
 def test_check_changes_neither_model_nor_config() -> None:
@@ -320,6 +322,27 @@ def test_one_dead_adapter_among_many_is_named(cleared: bool) -> None:
     gradients = adapter_gradients(model)
     assert gradients.dead == ("model.layers.1.self_attn.q_proj",)
     assert [(row.num_adapters, row.num_trained) for row in gradients.rows] == [(2, 1)]
+
+
+def _flags_of_rank(rank: int, file: str, results: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    judges = {"first": [nn.Parameter(torch.zeros(1))]}
+    results[rank] = _on_any_rank([rank == 0, rank == 1, False], judges)
+    torch.distributed.destroy_process_group()
+
+
+def test_adapter_counts_that_trained_on_any_rank(tmp_path: Path) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        results = manager.dict()
+        processes = [
+            context.Process(target=_flags_of_rank, args=(rank, str(tmp_path / "store"), results)) for rank in (0, 1)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert dict(results) == {0: [True, True, False], 1: [True, True, False]}
 
 
 def test_table_needs_adapters() -> None:

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from tiny_models import VOCAB_SIZE, tiny_model
 
 from trl_packing import LeakError, PackingError, pack_rows, register_ops, unpack_rows
 
@@ -219,42 +210,15 @@ def test_unpack_refuses_what_is_not_the_packed_row(shape: tuple[int, ...]) -> No
 # ---- models
 
 
-def _model(model_type: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    common = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }  # fmt: skip
-    if model_type == "llama":
-        return LlamaForCausalLM(LlamaConfig(**common))
-    if model_type == "bamba":
-        mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
-        return BambaForCausalLM(BambaConfig(**common, **mamba, attn_layer_indices=[1]))
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    }
-    linear = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    layers = ["linear_attention", "full_attention"]
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**common, **experts, **linear, head_dim=8, layer_types=layers))
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "bamba"])
 def test_packed_decoder_equals_padded(model_type: str, side: str) -> None:
     lengths = (70, 0, 3, 12, 1)
-    model = _model(model_type).train()
+    model = tiny_model(model_type)
     register_ops(model)
     mask = padded_mask(lengths, side)
-    base = torch.randn(*mask.shape, 32)
-    weight = torch.randn(*mask.shape, 64) * mask[..., None]
+    base = torch.randn(*mask.shape, 64)
+    weight = torch.randn(*mask.shape, VOCAB_SIZE) * mask[..., None]
 
     padded_in = base.clone().requires_grad_()
     # An empty row has no softmax of its own, so the padded reference runs without it.
@@ -276,7 +240,7 @@ def test_packed_decoder_equals_padded(model_type: str, side: str) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_packed_loss_is_the_padded_loss(side: str) -> None:
-    model = _model("llama").train()
+    model = tiny_model("llama")
     mask = padded_mask(LENGTHS, side)
     ids = torch.randint(1, 64, mask.shape)
     labels = ids.masked_fill(mask == 0, -100)
@@ -289,14 +253,10 @@ def test_packed_loss_is_the_padded_loss(side: str) -> None:
 
 def test_check_accepts_a_decoder_that_keeps_rows_apart() -> None:
     packed = pack_rows(input_ids=_ids(), lengths=[2, 3])
-    assert packed.check(_model("llama")).ok
+    assert packed.check(tiny_model("llama")).ok
 
 
 def test_check_refuses_a_decoder_that_mixes_rows() -> None:
-    torch.manual_seed(0)
-    config = OPTConfig(
-        vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
-    )
     packed = pack_rows(input_ids=_ids(), lengths=[2, 3])
     with pytest.raises(LeakError):
-        packed.check(OPTForCausalLM(config))
+        packed.check(tiny_model("opt"))

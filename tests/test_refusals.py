@@ -5,9 +5,9 @@ import torch
 from accelerate import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from training import byte_tokenizer, conversations, model_of, packed_trainer, settings
 from transformers import LlamaConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from training import byte_tokenizer, conversations, model_of, packed_trainer, settings
 
 from trl_packing import LeakError, PackedCollator, PackedSFTConfig, PackedSFTTrainer, PackingError
 from trl_packing.preflight import choose_attention, refuse_parallelism, refuse_settings
@@ -58,7 +58,7 @@ def test_settings_are_refused_by_name_before_the_data(overrides, named, tmp_path
     ids=lambda config: type(config).__name__,
 )
 def test_adapters_that_act_once_per_row_are_refused(peft_config, tmp_path):
-    with pytest.raises(PackingError, match="virtual tokens|alora_invocation_tokens"):
+    with pytest.raises(PackingError, match=r"virtual tokens|alora_invocation_tokens"):
         PackedSFTTrainer(
             model=model_of(),
             args=PackedSFTConfig(**settings(tmp_path)),

@@ -34,7 +34,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize(
-    ("attention", "lora"), [("varlen", True), ("varlen", False), ("sdpa", True), ("eager", False)], ids=str
+    ("attention", "lora"),
+    [("varlen", "all-linear"), ("varlen", False), ("sdpa", "all-linear"), ("eager", False)],
+    ids=str,
 )
 def test_packed_gradients_equal_those_of_samples_alone(kind, accumulation, attention, lora, tmp_path):
     data, overrides = KINDS[kind]

@@ -81,7 +81,9 @@ def test_a_stream_trains_like_the_data_set_it_streams(tmp_path):
     mapped = packed_trainer(tmp_path, conversations(48), train_sampling_strategy="sequential", **run)
     mapped.train()
     assert losses(stream) == pytest.approx(losses(mapped), rel=1e-6)
-    last = [entry["num_tokens"] for trainer in (stream, mapped) for entry in trainer.state.log_history if "loss" in entry]
+    last = [
+        entry["num_tokens"] for trainer in (stream, mapped) for entry in trainer.state.log_history if "loss" in entry
+    ]
     assert last[5] == last[11]
 
 

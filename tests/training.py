@@ -16,7 +16,12 @@ from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.quickstart.tiny import byte_tokenizer
 
 VOCAB_SIZE = 272
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+LORA = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "init_lora_weights": False,
+}
 
 
 def conversations(number: int = 24, seed: int = 0) -> list[dict[str, Any]]:
@@ -27,7 +32,12 @@ def conversations(number: int = 24, seed: int = 0) -> list[dict[str, Any]]:
         return " ".join(rng.choices(words, k=rng.randint(1, most)))
 
     return [
-        {"messages": [{"role": "user", "content": text(4)}, {"role": "assistant", "content": text(rng.choice([3, 20]))}]}
+        {
+            "messages": [
+                {"role": "user", "content": text(4)},
+                {"role": "assistant", "content": text(rng.choice([3, 20]))},
+            ]
+        }
         for _ in range(number)
     ]
 
@@ -67,7 +77,7 @@ def packed_trainer(
     data: list[dict[str, Any]] | Dataset,
     *,
     model: Any = None,
-    lora: bool = False,
+    lora: bool | str | list[str] = False,
     eval_data: Any = None,
     callbacks: Any = None,
     compute_metrics: Any = None,
@@ -79,21 +89,25 @@ def packed_trainer(
         train_dataset=as_dataset(data),
         eval_dataset=None if eval_data is None else as_dataset(eval_data),
         processing_class=byte_tokenizer(),
-        peft_config=LoraConfig(**LORA) if lora else None,
+        peft_config=lora_config(lora) if lora else None,
         callbacks=callbacks,
         compute_metrics=compute_metrics,
     )
+
+
+def lora_config(targets: bool | str | list[str]) -> LoraConfig:
+    return LoraConfig(**{**LORA, **({} if targets is True else {"target_modules": targets})})
 
 
 def as_dataset(data: Any) -> Any:
     return Dataset.from_list(data) if isinstance(data, list) else data
 
 
-def plain_copy(model: Any, lora: bool) -> Any:
+def plain_copy(model: Any, lora: Any) -> Any:
     """An eager copy without TRL's fused head, whose closure would keep pointing at the trained model."""
     copy = model_of("eager")
     if lora:
-        copy = get_peft_model(copy, LoraConfig(**LORA))
+        copy = get_peft_model(copy, lora_config(lora))
     copy.load_state_dict(model.state_dict())
     return copy
 

@@ -52,7 +52,8 @@ class Boundaries:
         num_alignment_tokens (`int`, *optional*, defaults to `0`):
             Tokens of the last segment if it only aligns the row, else 0.
         num_offsets (`int`, *optional*):
-            Entries of `cu_seqlens`. The default is one more than the segments; a larger number repeats the last offset.
+            Entries of `cu_seqlens`. The default is one more than the segments; a larger number repeats the last
+            offset.
         max_seqlen (`int`, *optional*):
             Upper bound of the segment lengths handed to kernels. The default is the longest segment.
 
@@ -83,8 +84,8 @@ class Boundaries:
         for index, length in enumerate(self.lengths):
             if length < 1:
                 raise PackingError(
-                    f"Every segment needs at least 1 token, but `lengths[{index}]` is {length}. Drop empty samples before "
-                    "packing, for example with `dataset.filter`."
+                    f"Every segment needs at least 1 token, but `lengths[{index}]` is {length}. Drop empty samples "
+                    "before packing, for example with `dataset.filter`."
                 )
         if self.num_alignment_tokens not in (0, self.lengths[-1]):
             raise PackingError(
@@ -94,13 +95,13 @@ class Boundaries:
         longest, num_offsets = max(self.lengths), len(self.lengths) + 1
         if self.num_offsets and self.num_offsets < num_offsets:
             raise PackingError(
-                f"{len(self.lengths)} segments need {num_offsets} offsets, but `num_offsets` is {self.num_offsets}. Raise "
-                "`max_segments`."
+                f"{len(self.lengths)} segments need {num_offsets} offsets, but `num_offsets` is {self.num_offsets}. "
+                "Raise `max_segments`."
             )
         if self.max_seqlen and self.max_seqlen < longest:
             raise PackingError(
-                f"The longest segment has {longest} tokens, but `max_seqlen` is {self.max_seqlen}. Varlen kernels skip "
-                "tokens beyond it without a message."
+                f"The longest segment has {longest} tokens, but `max_seqlen` is {self.max_seqlen}. Varlen kernels "
+                "skip tokens beyond it without a message."
             )
         object.__setattr__(self, "num_offsets", self.num_offsets or num_offsets)
         object.__setattr__(self, "max_seqlen", self.max_seqlen or longest)
@@ -143,8 +144,9 @@ class Boundaries:
         """
         if position_ids.ndim not in (1, 2):
             raise PackingError(
-                f"Boundaries are read from `position_ids` of shape `[B, T]`, but the shape is {list(position_ids.shape)}. "
-                "Positions with an M-RoPE axis repeat inside an image, so they are not boundaries. Pass `lengths`."
+                f"Boundaries are read from `position_ids` of shape `[B, T]`, but the shape is "
+                f"{list(position_ids.shape)}. Positions with an M-RoPE axis repeat inside an image, so they are not "
+                "boundaries. Pass `lengths`."
             )
         positions = _as_numpy(position_ids, "position_ids").reshape(-1, position_ids.shape[-1])
         starts = np.ones(positions.shape, dtype=bool)
@@ -176,14 +178,15 @@ class Boundaries:
 
         Args:
             seq_idx (`torch.Tensor`):
-                Integer tensor of shape `[T]` or `[1, T]`. Each segment has a number of its own. On a GPU this copies to
-                the host.
+                Integer tensor of shape `[T]` or `[1, T]`. Each segment has a number of its own. On a GPU this copies
+                to the host.
 
         Returns:
             [`Boundaries`]: A segment starts wherever the number changes.
 
         Raises:
-            [`PackingError`]: If there is more than one row, a number is negative (causal-conv1d reads those as padding), or
+            [`PackingError`]: If there is more than one row, a number is negative (causal-conv1d reads those as
+            padding), or
                 a number comes back after another one (the Mamba-2 scan needs them to be unique).
         """
         if seq_idx.ndim > 2 or (seq_idx.ndim == 2 and seq_idx.shape[0] != 1):
@@ -193,7 +196,8 @@ class Boundaries:
         numbers = _as_numpy(seq_idx, "seq_idx").reshape(-1)
         if numbers.min() < 0:
             raise PackingError(
-                f"`seq_idx` must not be negative, but it holds {int(numbers.min())}. Kernels read negative numbers as padding."
+                f"`seq_idx` must not be negative, but it holds {int(numbers.min())}. Kernels read negative numbers as "
+                "padding."
             )
         starts = np.ones(numbers.shape, dtype=bool)
         starts[1:] = numbers[1:] != numbers[:-1]
@@ -224,8 +228,8 @@ class Boundaries:
             return self
         if num_pads < 0 or self.num_alignment_tokens:
             raise PackingError(
-                f"A row of {self.total_tokens} tokens, {self.num_alignment_tokens} of them alignment, cannot be aligned "
-                f"to {total_tokens} tokens."
+                f"A row of {self.total_tokens} tokens, {self.num_alignment_tokens} of them alignment, cannot be "
+                f"aligned to {total_tokens} tokens."
             )
         return Boundaries((*self.lengths, num_pads), num_alignment_tokens=num_pads)
 
@@ -289,8 +293,8 @@ class Boundaries:
             device (`torch.device` or `str`, *optional*):
                 Where the tensors go. The default leaves them on the CPU.
             host_offsets (`bool`, *optional*, defaults to `False`):
-                Whether to add `cu_seqlens_cpu`, the offsets as a tuple of Python integers, so that no layer copies them
-                back from the device. It is a tuple because a tensor would be moved by accelerate.
+                Whether to add `cu_seqlens_cpu`, the offsets as a tuple of Python integers, so that no layer copies
+                them back from the device. It is a tuple because a tensor would be moved by accelerate.
 
         Returns:
             `dict[str, Any]`: `position_ids` int64 `[1, T]`, `cu_seq_lens_q` and `cu_seq_lens_k` (one int32 tensor of
@@ -342,16 +346,16 @@ def lengths_from_attention_mask(attention_mask: torch.Tensor) -> list[int]:
     real = mask != 0
     if not np.array_equal(real, mask):
         raise PackingError(
-            f"`attention_mask` holds zeros and ones, but values from {mask.min()} to {mask.max()} were passed. Pass 1 for "
-            "real tokens and 0 for pads."
+            f"`attention_mask` holds zeros and ones, but values from {mask.min()} to {mask.max()} were passed. Pass 1 "
+            "for real tokens and 0 for pads."
         )
     # A row without a hole rises at most once, counting from a virtual 0 before it.
     rises = np.diff(real.astype(np.int8), axis=1, prepend=0) == 1
     holes = np.flatnonzero(rises.sum(axis=1) > 1)
     if holes.size:
         raise PackingError(
-            f"Real tokens must be adjacent, but row {int(holes[0])} of `attention_mask` has zeros between ones. Remove the "
-            "masked tokens, or pad on one side only."
+            f"Real tokens must be adjacent, but row {int(holes[0])} of `attention_mask` has zeros between ones. "
+            "Remove the masked tokens, or pad on one side only."
         )
     return _as_ints(real.sum(axis=1))
 
@@ -399,7 +403,9 @@ def _as_ints(values: Iterable[int]) -> list[int]:
 
 def _as_numpy(tensor: torch.Tensor, name: str) -> np.ndarray[Any, Any]:
     if tensor.numel() == 0:
-        raise PackingError(f"`{name}` is empty: its shape is {list(tensor.shape)}. A packed row needs at least 1 token.")
+        raise PackingError(
+            f"`{name}` is empty: its shape is {list(tensor.shape)}. A packed row needs at least 1 token."
+        )
     if tensor.is_floating_point():
         raise PackingError(f"`{name}` must hold integers, but its dtype is {tensor.dtype}.")
     return tensor.detach().cpu().numpy()

@@ -30,8 +30,8 @@ class PackedCollator:
     """
     Lay tokenised samples end to end in one row and compute its boundaries on the host.
 
-    Labels are those of the samples (the default is `input_ids`, masked by `completion_mask` and `assistant_masks` where
-    those are present), with -100 on the first token of every segment. Samples and data set are never modified.
+    Labels are those of the samples (the default is `input_ids`, masked by `completion_mask` and `assistant_masks`
+    where those are present), with -100 on the first token of every segment. Samples and data set are never modified.
 
     Args:
         pad_to_multiple_of (`int`, *optional*):
@@ -95,9 +95,7 @@ class PackedCollator:
             "labels": _fill([part.labels for part in parts], boundaries, pad=IGNORE_INDEX),
         }
         row["labels"][0, list(boundaries.offsets[: boundaries.num_segments])] = IGNORE_INDEX
-        kwargs = boundaries.to_model_kwargs(
-            position_ids_start=self.position_ids_start, host_offsets=self.host_offsets
-        )
+        kwargs = boundaries.to_model_kwargs(position_ids_start=self.position_ids_start, host_offsets=self.host_offsets)
         return row | kwargs, boundaries
 
     def align(self, boundaries: Boundaries) -> Boundaries:
@@ -119,8 +117,8 @@ class PackedCollator:
             total = -(-total // self.pad_to_multiple_of) * self.pad_to_multiple_of
         if self.token_budget is not None and total > self.token_budget:
             raise PackingError(
-                f"A row holds at most `token_budget` = {self.token_budget} tokens, but these samples need {total}. Give "
-                "fewer samples to a row, or raise `token_budget`."
+                f"A row holds at most `token_budget` = {self.token_budget} tokens, but these samples need {total}. "
+                "Give fewer samples to a row, or raise `token_budget`."
             )
         if self.max_segments is None:
             return boundaries.aligned_to(total)
@@ -229,8 +227,8 @@ def _read_sample(sample: Mapping[str, Any], index: int) -> _Part:
     input_ids = _as_ints(sample["input_ids"], "input_ids", index)
     if input_ids.size == 0:
         raise PackingError(
-            f"Every segment needs at least 1 token, but sample {index} of the batch is empty. Drop empty samples before "
-            "packing, for example with `dataset.filter`."
+            f"Every segment needs at least 1 token, but sample {index} of the batch is empty. Drop empty samples "
+            "before packing, for example with `dataset.filter`."
         )
     labels = sample.get("labels")
     if labels is not None:
@@ -246,8 +244,8 @@ def _read_sample(sample: Mapping[str, Any], index: int) -> _Part:
         lengths = _as_ints(sample["seq_lengths"], "seq_lengths", index).tolist()
         if sum(lengths) != input_ids.size:
             raise PackingError(
-                f"`seq_lengths` of sample {index} add up to {sum(lengths)}, but it has {input_ids.size} tokens. Pack the "
-                "data again."
+                f"`seq_lengths` of sample {index} add up to {sum(lengths)}, but it has {input_ids.size} tokens. Pack "
+                "the data again."
             )
     if sample.get("attention_mask") is not None:
         return _without_masked(sample["attention_mask"], _Part(input_ids, labels, lengths), index)
@@ -261,8 +259,8 @@ def _without_masked(attention_mask: Any, part: _Part, index: int) -> _Part:
     if real.size == 0 or real[-1] - real[0] + 1 != real.size or len(part.lengths) > 1:
         raise PackingError(
             f"Masked tokens are removed where they begin or end a sample, but `attention_mask` of sample {index} "
-            f"{'has no token left' if real.size == 0 else 'has zeros in between'}. Mask labels with -100 instead, or drop "
-            "the sample."
+            f"{'has no token left' if real.size == 0 else 'has zeros in between'}. Mask labels with -100 instead, or "
+            "drop the sample."
         )
     kept = slice(int(real[0]), int(real[-1]) + 1)
     return _Part(part.input_ids[kept], part.labels[kept], (real.size,))
@@ -272,8 +270,8 @@ def _column(values: Any, name: str, index: int, length: int) -> _Ints:
     column = _as_ints(values, name, index)
     if column.size != length:
         raise PackingError(
-            f"`{name}` of sample {index} has {column.size} entries, but the sample has {length} tokens. Every token needs "
-            "one."
+            f"`{name}` of sample {index} has {column.size} entries, but the sample has {length} tokens. Every token "
+            "needs one."
         )
     return column
 
@@ -286,8 +284,8 @@ def _as_ints(values: Any, name: str, index: int) -> _Ints:
         array = array[0]
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         raise PackingError(
-            f"`{name}` of sample {index} must be a flat list of integers, but it has shape {list(array.shape)} and dtype "
-            f"{array.dtype}."
+            f"`{name}` of sample {index} must be a flat list of integers, but it has shape {list(array.shape)} and "
+            f"dtype {array.dtype}."
         )
     return array
 

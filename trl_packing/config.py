@@ -37,8 +37,8 @@ class PackedSFTConfig(SFTConfig):
         balance (`str`, *optional*, defaults to `"cost"`):
             What ranks and micro-steps are made equal in: `"cost"` (attention included), `"tokens"` or `"none"`.
         isolation_check (`str`, *optional*, defaults to `"error"`):
-            `"error"` proves before step 1 that segments do not influence one another and stops otherwise; `"off"` skips
-            the proof, which is printed and recorded.
+            `"error"` proves before step 1 that segments do not influence one another and stops otherwise; `"off"`
+            skips the proof, which is printed and recorded.
         ops (`str`, *optional*, defaults to `"auto"`):
             Operations of recurrent layers and short convolutions: `"auto"` decides per call by device and by what is
             installed, `"kernels"` insists on the packages' kernels, `"torch"` on ours.
@@ -58,8 +58,8 @@ class PackedSFTConfig(SFTConfig):
     overlong: str | None = field(
         default=None,
         metadata={
-            "help": "What happens to a sample above `max_length`: `truncate` (as `truncation_mode` says), `split` into "
-            "fragments, `drop`, or `error`. Always counted. Defaults to `truncate`, or `split` if "
+            "help": "What happens to a sample above `max_length`: `truncate` (as `truncation_mode` says), `split` "
+            "into fragments, `drop`, or `error`. Always counted. Defaults to `truncate`, or `split` if "
             "`packing_strategy='bfd_split'`.",
             "choices": [None, *_OVERLONG],
         },
@@ -67,7 +67,8 @@ class PackedSFTConfig(SFTConfig):
     row_shape: str = field(
         default="exact",
         metadata={
-            "help": "`exact` makes rows as long as their samples, `fixed` gives all rows one shape for `torch.compile`.",
+            "help": "`exact` makes rows as long as their samples, `fixed` gives all rows one shape, for "
+            "`torch.compile`.",
             "choices": ["exact", "fixed"],
         },
     )
@@ -77,8 +78,8 @@ class PackedSFTConfig(SFTConfig):
     packing_order: str = field(
         default="shuffled",
         metadata={
-            "help": "`shuffled` fills rows from a seeded shuffle and regroups every epoch, `best_fit` fills them fullest "
-            "but puts samples of like length together.",
+            "help": "`shuffled` fills rows from a seeded shuffle and regroups every epoch, `best_fit` fills them "
+            "fullest but puts samples of like length together.",
             "choices": ["shuffled", "best_fit"],
         },
     )
@@ -92,16 +93,16 @@ class PackedSFTConfig(SFTConfig):
     isolation_check: str = field(
         default="error",
         metadata={
-            "help": "`error` proves before step 1 that segments do not influence one another and stops otherwise, `off` "
-            "skips the proof, which is printed and recorded.",
+            "help": "`error` proves before step 1 that segments do not influence one another and stops otherwise, "
+            "`off` skips the proof, which is printed and recorded.",
             "choices": ["error", "off"],
         },
     )
     ops: str = field(
         default="auto",
         metadata={
-            "help": "Operations of recurrent layers and short convolutions: `auto` decides per call, `kernels` insists on "
-            "the packages' kernels, `torch` on ours.",
+            "help": "Operations of recurrent layers and short convolutions: `auto` decides per call, `kernels` "
+            "insists on the packages' kernels, `torch` on ours.",
             "choices": ["auto", "kernels", "torch"],
         },
     )
@@ -134,7 +135,8 @@ class PackedSFTConfig(SFTConfig):
         """
         if isinstance(args, cls):
             return args
-        # Running `__post_init__` again on values it has already resolved is not safe upstream, so the copy changes class.
+        # Running `__post_init__` again on values it has already resolved is not safe upstream, so the copy changes
+        # class.
         packed = copy.copy(args)
         packed.__class__ = cls
         for name in cls.__annotations__:

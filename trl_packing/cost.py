@@ -111,12 +111,17 @@ class RowCost:
             [`RowCost`]: In units of one token's linear work.
         """
         config = getattr(config, "text_config", None) or config
-        heads = _first(config, "num_attention_heads", default=1)
-        qk_width, v_width = _head_widths(config)
+        if not hasattr(config, "hidden_size"):
+            # Byte-level models nest several transformers. What they would cost is not worth guessing.
+            return cls()
+        pair_work: Counter[tuple[Reach, float]] = Counter()
+        for kind, layer in _layers(config):
+            reach = _reach(layer, kind)
+            if reach is not None:
+                pair_work[reach] += _first(layer, "num_attention_heads", default=1) * sum(_head_widths(layer))
         passes = _FROZEN_PASSES if frozen_base else _TRAINED_PASSES
-        weight = heads * (qk_width + v_width) * _ATTENTION_PASSES / (linear_work(config) * passes)
-        reaches = Counter(reach for kind in layer_kinds(config) if (reach := _reach(config, kind)) is not None)
-        return cls(tuple(PairWork(reach, width, weight * count) for (reach, width), count in reaches.items()))
+        factor = _ATTENTION_PASSES / (linear_work(config) * passes)
+        return cls(tuple(PairWork(reach, width, work * factor) for (reach, width), work in pair_work.items()))
 
     @property
     def quadratic(self) -> float:
@@ -201,15 +206,22 @@ def linear_work(config: Any) -> float:
     # Nemotron-H has one block per layer: a layer either mixes tokens or is an MLP.
     single_blocks = not {"mlp", "moe"}.isdisjoint(kinds)
     total = float(width * config.vocab_size)
-    for layer, kind in enumerate(kinds):
+    for number, (kind, layer) in enumerate(_layers(config)):
         if kind in _LINEAR_MIXERS or kind == "hybrid":
-            total += _linear_mixer(config)
-        if _reach(config, kind) is not None:
-            total += _attention_matrices(config)
-        if kind in ("mlp", "moe") if single_blocks else _has_mlp(config, kind):
-            sparse = kind == "moe" if single_blocks else _is_sparse(config, layer)
-            total += _experts(config) if sparse else _num_mlp_matrices(config) * width * _mlp_width(config, layer)
+            total += _linear_mixer(layer)
+        if _reach(layer, kind) is not None:
+            total += _attention_matrices(layer)
+        if kind in ("mlp", "moe") if single_blocks else _has_mlp(layer, kind):
+            sparse = kind == "moe" if single_blocks else _is_sparse(layer, number)
+            total += _experts(layer) if sparse else _num_mlp_matrices(layer) * width * _mlp_width(layer, number)
     return total
+
+
+def _layers(config: Any) -> list[tuple[str, Any]]:
+    """Kind and configuration of each layer. Gemma 4 gives some attributes per layer only, from transformers 5.22."""
+    kinds = layer_kinds(config)
+    by_layer = getattr(config, "is_heterogeneous", False)
+    return list(zip(kinds, config.per_layer_config if by_layer else [config] * len(kinds), strict=True))
 
 
 def _reach(config: Any, kind: str) -> tuple[Reach, float] | None:
@@ -328,8 +340,11 @@ def _mlp_width(config: Any, layer: int) -> int:
     names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size", "n_inner")
     widths = _first(config, *names, default=4 * config.hidden_size)
     width = int(widths[layer] if isinstance(widths, list | tuple) else widths)
-    # LFM2 shrinks it when the model is built.
-    return width * 2 // 3 if getattr(config, "block_auto_adjust_ff_dim", False) else width
+    if not getattr(config, "block_auto_adjust_ff_dim", False):
+        return width
+    # LFM2 shrinks it to two thirds and rounds up when the model is built.
+    multiple: int = config.block_multiple_of
+    return -(-(width * 2 // 3) // multiple) * multiple
 
 
 def _num_mlp_matrices(config: Any) -> int:

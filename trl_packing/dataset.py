@@ -1,5 +1,6 @@
 """
-A prepared data set as the pack plan sees it: lengths and targets read from Arrow buffers, fragments handed to the collator.
+A prepared data set as the pack plan sees it: lengths and targets read from Arrow buffers, fragments handed to the
+collator.
 
 Nothing is copied or rewritten: the plan works on lengths, and a row's tokens are read when the row is trained.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import datasets
@@ -68,7 +70,9 @@ def read_samples(dataset: Dataset, *, max_length: int | None, overlong: str, kee
         return SampleTable(lengths, lengths <= 1)
     if not np.array_equal(lengths, _list_lengths(dataset, "labels")):
         bad = int(np.flatnonzero(lengths != _list_lengths(dataset, "labels"))[0])
-        raise PackingError(f"Every token needs a label, but sample {bad} has {lengths[bad]} tokens and another number of labels.")
+        raise PackingError(
+            f"Every token needs a label, but sample {bad} has {lengths[bad]} tokens and another number of labels."
+        )
     first, last = _target_span(dataset, lengths)
     cut = lengths if max_length is None or overlong != "truncate" else np.minimum(lengths, max_length)
     untrainable = (last <= lengths - cut) if keep_end else (first >= cut)
@@ -108,7 +112,9 @@ class FragmentDataset(torch.utils.data.Dataset[dict[str, Any]]):
         columns = {name: _list_arrays(table.column(name)) for name in table.column_names}
         samples = []
         for row, (index, (_, start, length)) in enumerate(zip(indices, fragments.tolist(), strict=True)):
-            sample = {name: arrays[row][start : start + length] for name, arrays in columns.items() if name != "seq_lengths"}
+            sample = {
+                name: arrays[row][start : start + length] for name, arrays in columns.items() if name != "seq_lengths"
+            }
             if "seq_lengths" in columns:
                 sample["seq_lengths"] = columns["seq_lengths"][row]
             samples.append({**sample, "fragment": index})
@@ -134,8 +140,8 @@ def drop_masked_tokens(dataset: Dataset | IterableDataset) -> Dataset | Iterable
         real = np.flatnonzero(sample["attention_mask"])
         if real.size and real[-1] - real[0] + 1 != real.size:
             raise PackingError(
-                f"Masked tokens are removed where they begin or end a sample, but `attention_mask` of sample {index} has "
-                "zeros in between. Mask labels with -100 instead, or drop the sample."
+                f"Masked tokens are removed where they begin or end a sample, but `attention_mask` of sample {index} "
+                "has zeros in between. Mask labels with -100 instead, or drop the sample."
             )
         kept = slice(int(real[0]), int(real[-1]) + 1) if real.size else slice(0, 0)
         return {name: sample[name][kept] for name in ("input_ids", "labels")}
@@ -155,7 +161,8 @@ def _list_lengths(dataset: Dataset, column: str) -> _Ints:
 
 
 def _target_span(dataset: Dataset, lengths: _Ints) -> tuple[_Ints, _Ints]:
-    """First and last position of each sample whose label is predicted; beyond the sample and -1 where there is none."""
+    """First and last position of each sample whose label is predicted; beyond the sample and -1 where there is "
+    "none."""
     first, last = lengths.copy(), np.full_like(lengths, -1)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     for begin, values in _scan(dataset, "labels"):
@@ -188,7 +195,7 @@ def _list_arrays(column: pa.ChunkedArray) -> list[np.ndarray[Any, Any]]:
     for chunk in column.chunks:
         values = chunk.values.to_numpy(zero_copy_only=False)
         offsets = chunk.offsets.to_numpy(zero_copy_only=False)
-        arrays += [values[start:stop] for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
+        arrays += [values[start:stop] for start, stop in pairwise(offsets)]
     return arrays
 
 
@@ -198,8 +205,8 @@ def _check_seq_lengths(dataset: Dataset, lengths: _Ints, max_length: int | None)
         if wrong.size:
             row = begin + int(wrong[0])
             raise PackingError(
-                f"`seq_lengths` of packed sample {row} add up to {sums[wrong[0]]}, but it has {lengths[row]} tokens. Pack the "
-                "data again, or remove the column if the data is not packed."
+                f"`seq_lengths` of packed sample {row} add up to {sums[wrong[0]]}, but it has {lengths[row]} tokens. "
+                "Pack the data again, or remove the column if the data is not packed."
             )
     if max_length is not None and lengths.size and lengths.max() > max_length:
         row = int(lengths.argmax())

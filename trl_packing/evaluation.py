@@ -1,8 +1,8 @@
 """
 Token-weighted sums of a training interval or an evaluation, and the loss of every sample.
 
-The loss of a set is the sum over its predicted tokens divided by their number: it does not depend on how samples were put
-into batches, rows or ranks. Sums stay on the device and are read once, when they are logged.
+The loss of a set is the sum over its predicted tokens divided by their number: it does not depend on how samples were
+put into batches, rows or ranks. Sums stay on the device and are read once, when they are logged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def token_metrics(totals: dict[str, float]) -> dict[str, float]:
             As [`TokenSums.reduce`] gives them.
 
     Returns:
-        `dict[str, float]`: `entropy`, `mean_token_accuracy` (0 without a predicted token), and `aux_loss` if there is one.
+        `dict[str, float]`: `entropy`, `mean_token_accuracy` (0 without a predicted token), and `aux_loss` if there is
+        one.
     """
     targets = max(totals["targets"], 1.0)
     metrics = {"entropy": totals["entropy"] / targets, "mean_token_accuracy": totals["correct"] / targets}

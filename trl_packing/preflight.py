@@ -1,11 +1,14 @@
 """
-What can be known before the data is touched: settings that packing would break without a message, and the attention to use.
+What can be known before the data is touched: settings that packing would break without a message, and the attention to
+use.
 
-Each setting is honoured or refused by name. The reasons are upstream's: see DESIGN in the comments beside each refusal.
+Each setting is honoured or refused by name. The reasons are upstream's: see DESIGN in the comments beside each
+refusal.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,7 +19,9 @@ from transformers.utils import is_flash_attn_2_available
 from . import _compat
 from .config import PackedSFTConfig
 from .errors import PackingError
+from .lora import check_lora_targets, safe_lora_targets
 from .register import VARLEN
+from .register.dispatch import refuse_unsupported
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -42,18 +47,18 @@ def refuse_settings(args: PackedSFTConfig, columns: list[str] | None, peft_confi
 
     if data_collator is not None and not isinstance(data_collator, PackedCollator):
         raise PackingError(
-            f"`PackedSFTTrainer` lays samples end to end itself, but `data_collator` is a {type(data_collator).__name__}, "
-            "which pads. Leave it out, or pass a `PackedCollator`."
+            f"`PackedSFTTrainer` lays samples end to end itself, but `data_collator` is a "
+            f"{type(data_collator).__name__}, which pads. Leave it out, or pass a `PackedCollator`."
         )
     if columns is not None and {"image", "images"} & set(columns):
         raise PackingError(
-            "`PackedSFTTrainer` packs text, but the data set has images, whose tokens the processor adds per sample. Use "
-            "TRL's `SFTTrainer`, or `pack_rows` on the merged embeddings."
+            "`PackedSFTTrainer` packs text, but the data set has images, whose tokens the processor adds per sample. "
+            "Use TRL's `SFTTrainer`, or `pack_rows` on the merged embeddings."
         )
     if args.packing_strategy == "wrapped" and args.packing:
         raise PackingError(
-            "`packing_strategy: wrapped` cuts samples wherever a row ends and lets them mix. Use `bfd`, or `overlong: split` "
-            "to keep the tokens of long samples."
+            "`packing_strategy: wrapped` cuts samples wherever a row ends and lets them mix. Use `bfd`, or `overlong: "
+            "split` to keep the tokens of long samples."
         )
     _refuse_trainer_settings(args)
     _refuse_prompt_learning(peft_config)
@@ -73,7 +78,11 @@ def _refuse_trainer_settings(args: PackedSFTConfig) -> None:
             "Packed rows have no data order. Set `packing: false`, or remove it.",
         ),
         (args.dataloader_drop_last, "`dataloader_drop_last`", "It would lose samples. Remove it."),
-        (args.accelerator_config.split_batches, "`split_batches`", "A packed row cannot be split over ranks. Remove it."),
+        (
+            args.accelerator_config.split_batches,
+            "`split_batches`",
+            "A packed row cannot be split over ranks. Remove it.",
+        ),
         (
             bool(args.accelerator_config.dispatch_batches),
             "`dispatch_batches`",
@@ -114,8 +123,8 @@ def refuse_parallelism(parallelism_config: Any) -> None:
     for flag, name in (("cp_enabled", "Context"), ("sp_enabled", "Sequence"), ("tp_enabled", "Tensor")):
         if getattr(parallelism_config, flag, False):
             raise PackingError(
-                f"{name} parallelism hands layers a part of the row without its boundaries, so packed samples would mix. "
-                "Use data parallelism (DDP, FSDP2 or ZeRO), or TRL's `SFTTrainer` with padding."
+                f"{name} parallelism hands layers a part of the row without its boundaries, so packed samples would "
+                "mix. Use data parallelism (DDP, FSDP2 or ZeRO), or TRL's `SFTTrainer` with padding."
             )
 
 
@@ -125,17 +134,18 @@ def _refuse_prompt_learning(peft_config: Any) -> None:
     # Virtual tokens are added once per row, so only the first segment would see them.
     if getattr(peft_config, "is_prompt_learning", False):
         raise PackingError(
-            f"{type(peft_config).__name__} adds virtual tokens once per row, and only the first packed sample would see "
-            "them. Use LoRA."
+            f"{type(peft_config).__name__} adds virtual tokens once per row, and only the first packed sample would "
+            "see them. Use LoRA."
         )
     # aLoRA switches adapters on from one position of the row to its end.
     if getattr(peft_config, "alora_invocation_tokens", None):
         raise PackingError(
-            "`alora_invocation_tokens` switches adapters on at one position per row, not per packed sample. Use plain LoRA."
+            "`alora_invocation_tokens` switches adapters on at one position per row, not per packed sample. Use plain "
+            "LoRA."
         )
 
 
-def check_model(model: nn.Module, peft_config: Any) -> None:
+def check_model(model: nn.Module, peft_config: Any) -> Any:
     """
     Check what the model itself says: layers that cannot keep segments apart, and adapters that would train nothing.
 
@@ -145,13 +155,25 @@ def check_model(model: nn.Module, peft_config: Any) -> None:
         peft_config (`PeftConfig`, *optional*):
             The adapters to train.
 
+    Returns:
+        `PeftConfig` or `None`: The adapters, with `target_modules: auto` resolved. The argument is not modified.
+
     Raises:
-        [`PackingError`], [`LeakError`] or [`MissingDependencyError`]: Naming the layer or the module.
+        [`LeakError`]: Naming layers that are known to mix segments.
+        [`PackingError`]: Naming adapters that would train nothing.
     """
+    refuse_unsupported(model)
     # Read by every layer's cache logic, and a cache lets attention see the whole row.
     config = getattr(model, "config", None)
     if config is not None:
         config.get_text_config().use_cache = False
+    if peft_config is None:
+        return None
+    if getattr(peft_config, "target_modules", None) in ("auto", {"auto"}):
+        peft_config = copy.copy(peft_config)
+        peft_config.target_modules = set(safe_lora_targets(model))
+    check_lora_targets(model, peft_config)
+    return peft_config
 
 
 def choose_attention(
@@ -169,7 +191,8 @@ def choose_attention(
             Where the model will run.
 
     Returns:
-        `tuple[str, str]`: The name and the reason: the flash-attn package, `kernels-community/flash-attn2`, `varlen`, or
+        `tuple[str, str]`: The name and the reason: the flash-attn package, `kernels-community/flash-attn2`, `varlen`,
+        or
             SDPA where the model takes no attention backend.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(
@@ -201,7 +224,10 @@ def _why_not_flash(
         (device.type != "cuda", f"flash attention needs a CUDA device, and this is {device.type}"),
         (dtype not in _FLASH_DTYPES, f"flash attention needs half precision, and `dtype` is {dtype}"),
         (head_dim > 256, f"flash attention takes heads of up to 256, and these have {head_dim}"),
-        (not getattr(model_class, "_supports_flash_attn", False), f"{model_class.__name__} does not support flash attention"),
+        (
+            not getattr(model_class, "_supports_flash_attn", False),
+            f"{model_class.__name__} does not support flash attention",
+        ),
         (getattr(config, "model_type", "") in ("gpt_oss",), "attention sinks need a kernel that is not installed"),
     )
     return next((reason for applies, reason in checks if applies), None)

@@ -1,13 +1,18 @@
-"""The isolation check as the trainer runs it: on the model about to be trained, on all ranks, before step 1."""
+"""The proofs of a run: samples stay apart before step 1, and after step 1 every adapter has received a gradient."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from peft import PeftModel
 from torch import nn
+from transformers import TrainerCallback
 
 from .errors import LeakError
 from .isolation import IsolationReport, check_isolation
+from .lora import AdapterGradients, adapter_gradients
 
 
 def prove_isolation(model: nn.Module, accelerator: Accelerator) -> IsolationReport:
@@ -48,3 +53,30 @@ def isolation_line(report: IsolationReport) -> str:
     """Say in one line what a passed check found."""
     effects = ", ".join(f"{probe.name} {probe.effect:.1g}" for probe in report.probes)
     return f"Isolation: proven on {report.model}, {report.dtype}, {report.attn_implementation} attention ({effects})."
+
+
+class AdapterProof(TrainerCallback):  # type: ignore[misc]
+    """
+    After the first optimiser step of a run: a table of the adapters that received a gradient, and an error for dead
+    ones.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.gradients: AdapterGradients | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Look again in every run."""
+        self.gradients = None
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Judge the adapters while their gradients are there."""
+        if self.gradients is not None or not isinstance(self.accelerator.unwrap_model(model), PeftModel):
+            return
+        self.gradients = adapter_gradients(model)
+        self.accelerator.print(self.gradients.to_text())
+        self.gradients.raise_if_dead()

@@ -46,8 +46,8 @@ def check_resume(checkpoint: str | Path, fingerprint: dict[str, Any]) -> int:
     path = Path(checkpoint, STATE_NAME)
     if not path.is_file():
         raise PackingError(
-            f"The checkpoint {Path(checkpoint).name} was not written by `PackedSFTTrainer`: it has no {STATE_NAME}, so its "
-            "place in the data is unknown. Start a new run from its weights instead."
+            f"The checkpoint {Path(checkpoint).name} was not written by `PackedSFTTrainer`: it has no {STATE_NAME}, "
+            "so its place in the data is unknown. Start a new run from its weights instead."
         )
     state = json.loads(path.read_text(encoding="utf-8"))
     differences = [
@@ -57,8 +57,8 @@ def check_resume(checkpoint: str | Path, fingerprint: dict[str, Any]) -> int:
     ]
     if differences:
         raise PackingError(
-            f"The checkpoint {Path(checkpoint).name} belongs to another pack plan: {'; '.join(differences)}. Resume with the "
-            "same data and settings, or start a new run from its weights."
+            f"The checkpoint {Path(checkpoint).name} belongs to another pack plan: {'; '.join(differences)}. Resume "
+            "with the same data and settings, or start a new run from its weights."
         )
     return int(state["num_tokens"])
 
@@ -82,8 +82,8 @@ def last_whole_checkpoint(output_dir: str | Path) -> str:
         if _is_whole(path):
             return str(path)
     raise PackingError(
-        f"There is no whole checkpoint to resume from in {output_dir}. Leave out `resume_from_checkpoint`, or name another "
-        "`output_dir`."
+        f"There is no whole checkpoint to resume from in {output_dir}. Leave out `resume_from_checkpoint`, or name "
+        "another `output_dir`."
     )
 
 

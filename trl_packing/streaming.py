@@ -2,8 +2,9 @@
 Packed rows from a stream whose length is not known.
 
 Every rank reads the whole stream, makes the same rows, and keeps every R-th. Ranks therefore agree on the number of
-micro-steps without talking, whatever the shards hold: no rank waits for a row that another does not have. The price is that
-each rank tokenises all samples. The end is filled up with rows without loss, so that all ranks end on a whole optimiser step.
+micro-steps without talking, whatever the shards hold: no rank waits for a row that another does not have. The price is
+that each rank tokenises all samples. The end is filled up with rows without loss, so that all ranks end on a whole
+optimiser step.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ class RowStream(torch.utils.data.IterableDataset[list[dict[str, Any]]]):
 
     def _report(self) -> None:
         if self.rank == 0:
-            named = ", ".join(f"{name.removeprefix('num_').replace('_', ' ')} {number:,}" for name, number in self.counts.items())
+            named = ", ".join(
+                f"{name.removeprefix('num_').replace('_', ' ')} {number:,}" for name, number in self.counts.items()
+            )
             print(f"End of the stream: {named}.")
 
 

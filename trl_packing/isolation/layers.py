@@ -50,7 +50,7 @@ _EXPERTS = ("moe", "router", "expert", "sparse")
 @dataclass
 class Entry:
     """
-    One layer in which other segments' tokens became different, and by how much per token (`[T]`, float32, host).
+    One layer in which watched tokens became different, and by how much per token (float32, on the host).
 
     `mask` is the attention mask that it was called with, `is_convolution` says whether its short convolution did it.
     """
@@ -109,47 +109,55 @@ class LayerWatch:
         """Keep what each layer gets and gives while the unchanged row runs. Outputs are copied to the host."""
 
         def note(key: _Key, module: nn.Module | None, prints: list[torch.Tensor], mask: Any, output: Any) -> None:
-            outputs = [tensor.detach().to("cpu", copy=True) for tensor in self._token_tensors(output)]
+            outputs = [self._rows(tensor).detach().to("cpu", copy=True) for tensor in self._token_tensors(output)]
             self._calls[key] = _Call(prints, outputs)
 
         with self._hooks(self._fingerprints, note):
             yield
 
     @contextmanager
-    def comparing(self, watched: torch.Tensor) -> Iterator[list[Entry]]:
+    def comparing(self, watched: torch.Tensor, *, start: int = 0) -> Iterator[list[Entry]]:
         """
         Compare a run with the recorded one, and hold the watched tokens at their recorded values.
 
         Args:
             watched (`torch.Tensor`):
-                bool `[T]`, on the host: the tokens whose inputs did not change.
+                bool, on the host, one entry per token of the run: the tokens whose inputs did not change.
+            start (`int`, *optional*, defaults to `0`):
+                Place in the recorded row of the run's first token.
 
         Yields:
             `list[Entry]`: Filled during the run, in the order in which the layers end.
         """
         entries: list[Entry] = []
+        part = slice(start, start + len(watched))
         leaking_convolutions: set[str] = set()
 
         def compare(key: _Key, module: nn.Module | None, prints: list[torch.Tensor], mask: Any, output: Any) -> Any:
             call = self._calls.get(key)
-            tensors = list(self._token_tensors(output))
-            if call is None or [tensor.shape for tensor in tensors] != [tensor.shape for tensor in call.outputs]:
+            tensors = [self._rows(tensor) for tensor in self._token_tensors(output)]
+            outputs = [] if call is None else [recorded[part] for recorded in call.outputs]
+            if call is None or [tensor.shape for tensor in tensors] != [recorded.shape for recorded in outputs]:
                 return None
-            effects = torch.zeros(self._num_tokens)
-            for recorded, tensor in zip(call.outputs, tensors, strict=True):
-                moved = token_effects(self._rows(recorded.to(tensor.device)), self._rows(tensor)).cpu()
+            effects = torch.zeros(len(watched))
+            for recorded, tensor in zip(outputs, tensors, strict=True):
+                moved = token_effects(recorded.to(tensor.device), tensor).cpu()
                 effects = torch.maximum(effects, moved.where(watched, 0.0))
-            if not effects.any() or not _equal_at(watched, call.fingerprints, prints):
+            if not effects.any() or not _equal_at(watched, [hashes[part] for hashes in call.fingerprints], prints):
                 return None
             if module is None:
                 leaking_convolutions.add(key[0].removesuffix(_CONVOLUTION))
                 return None
             entries.append(Entry(key[0], module, effects, mask, key[0] in leaking_convolutions))
-            recorded_outputs = iter(call.outputs)
+            recorded_outputs = iter(outputs)
             return self._map_tokens(output, lambda tensor: self._held(tensor, next(recorded_outputs), watched))
 
-        with self._hooks(self._fingerprints, compare):
-            yield entries
+        num_tokens, self._num_tokens = self._num_tokens, len(watched)
+        try:
+            with self._hooks(self._fingerprints, compare):
+                yield entries
+        finally:
+            self._num_tokens = num_tokens
 
     @contextmanager
     def tracing_gradients(self, size: Callable[[torch.Tensor], float]) -> Iterator[list[Flow]]:
@@ -327,7 +335,7 @@ def _observed_convolution_functions(
         return call
 
     names = {base.__module__ for _, module in layers for base in type(module).__mro__}
-    files = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), "causal_conv1d_fn")]
+    files = [sys.modules[name] for name in names if callable(getattr(sys.modules.get(name), "causal_conv1d_fn", None))]
     originals = [(file, file.causal_conv1d_fn) for file in files]
     try:
         for file, original in originals:

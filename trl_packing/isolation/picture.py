@@ -36,6 +36,7 @@ def save_influence(report: IsolationReport, path: Path) -> None:
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     verdict = "segments are kept apart" if report.ok else "segments are NOT proven to be kept apart"
+    verdict = "segments LEAK into one another" if report.max_leak > 0 else verdict
     figure.suptitle(f"{report.model} ({report.dtype}): {verdict}")
     panels = [("without boundaries", report.influence_before), ("with boundaries", report.influence)]
     for axes, (title, matrix) in zip(figure.subplots(1, 2), panels, strict=True):
@@ -54,15 +55,7 @@ def _draw(axes: Any, title: str, matrix: np.ndarray, lengths: tuple[int, ...]) -
     for source in range(len(lengths)):
         for target in range(len(lengths)):
             value = shown[source, target]
-            text = (
-                "itself"
-                if source == target
-                else "not\nmeasured"
-                if np.isnan(value)
-                else f"{value:.0e}"
-                if value
-                else "0"
-            )
+            text = f"{value:.2g}" if np.isfinite(value) else "itself" if source == target else "not\nmeasured"
             dark = np.isfinite(value) and value > 1e-3
             axes.text(target, source, text, ha="center", va="center", fontsize=9, color="white" if dark else "0.25")
     names = [f"{index}\n({length})" for index, length in enumerate(lengths)]

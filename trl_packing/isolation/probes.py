@@ -7,6 +7,7 @@ Shapes: T tokens in the row, N segments, V vocabulary, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ _NOISE_MARGIN = 4
 # What a check promises to see. A model whose own noise comes near it cannot be judged.
 _SMALLEST_LEAK_FLOAT32 = 1e-3
 _SMALLEST_LEAK_HALF_IN_EPSILONS = 4
-# Logits that move this much by rounding alone cannot be compared.
+# More than this is never the sum of many small differences.
 _MOST_NOISE = 0.5
+
 _Outcome = tuple[str, float, float, str]
 
 
@@ -77,8 +79,10 @@ class Probes:
         gradient = self._attempt("gradient", self._probe_gradient if gradients else None)
         self._base = self._base.detach()
         perturbation = self._attempt("perturbation", self._probe_perturbation)
-        if gradient.status == FAILED and not self._layers:
-            self._locate_in_gradients()
+        if self._agree(gradient.status == FAILED and not self._layers):
+            # It only adds a name to a leak that is proven.
+            with suppress(Exception):
+                self._layers = self._layers or self._locate_in_gradients()
         sources = range(self._boundaries.num_segments) if influence else range(1)
         run_control = (lambda: self._probe_control(sources)) if control or influence else None
         return self._assemble(
@@ -107,7 +111,7 @@ class Probes:
         everywhere = np.ones(self._boundaries.total_tokens, dtype=bool)
         noise = {entry.name: float(entry.effects.max()) for entry in self._compare(watch, watched=everywhere)}
         worst_noise = max(noise.values(), default=0.0)
-        if _NOISE_MARGIN * worst_noise > self._smallest_leak():
+        if self._agree(_NOISE_MARGIN * worst_noise > self._smallest_leak()):
             raise PackingError(
                 f"Two runs of the same row differ by {worst_noise:.1e} in one layer, so a leak of "
                 f"{self._smallest_leak():.1e} would not be seen. Set `torch.use_deterministic_algorithms(True)`."
@@ -127,9 +131,12 @@ class Probes:
             if np.isnan(self._influence[source]).any():
                 self._influence[source] = local
             largest_local = max(largest_local, float(local.max()))
-        if found:
-            return self._verdict_on_layers(watch, found, allowed)
-        return self._verdict_on_rounding(largest_local, allowed)
+        if self._agree(bool(found)):
+            for source in range(self._boundaries.num_segments):
+                self._influence[source] = self._effects_of(source)
+        order = {name: place for place, name in enumerate(watch.order())}
+        self._layers = tuple(sorted(found.values(), key=lambda leak: order[leak.name]))
+        return self._verdict_on_layers(allowed) if found else self._verdict_on_rounding(largest_local, allowed)
 
     def _allowed_in(self, entry: Entry, allowed: float) -> float:
         # Where a gradient has proven that there is a leak, only layers that regroup tokens may still move by rounding.
@@ -137,14 +144,14 @@ class Probes:
         return self._row.gradient_rounding() if is_strict else allowed
 
     def _verdict_on_rounding(self, largest_local: float, allowed: float) -> _Outcome:
-        moved = [source for source, row in enumerate(self._influence) if self._others(row, source).any()]
-        effect = max(float(self._others(self._influence[source], source).max()) for source in moved)
+        largest = [float(self._others(row, source).max()) for source, row in enumerate(self._influence)]
+        effect, source = max(largest), int(np.argmax(largest))
         explained = allowed if largest_local == 0.0 else np.inf
         if self._row.is_compiled:
             # The layers were judged without torch.compile, which must not move logits more than eager rounding does.
-            eager = self._row.run(self._row.with_changed(self._row.is_in(moved[0])), eager=True)
+            eager = self._row.run(self._row.with_changed(self._row.is_in(source)), eager=True)
             base = self._row.run(self._row.tokens, eager=True)
-            effects = self._others(self._row.per_segment(token_effects(base, eager)), moved[0])
+            effects = self._others(self._row.per_segment(token_effects(base, eager)), source)
             explained = max(allowed, _NOISE_MARGIN * float(effects.max()))
         if effect > explained:
             self._max_leak = max(self._max_leak, effect)
@@ -152,17 +159,12 @@ class Probes:
         self._rounding = max(self._rounding, effect)
         return PASSED, effect, allowed, "The others moved, and each layer by itself by no more than rounding."
 
-    def _verdict_on_layers(self, watch: LayerWatch, found: dict[str, LayerLeak], allowed: float) -> _Outcome:
-        for source in range(self._boundaries.num_segments):
-            self._influence[source] = self._effects_of(source)
-        order = {name: place for place, name in enumerate(watch.order())}
-        leaks = sorted(found.values(), key=lambda leak: order[leak.name])
-        self._layers = tuple(leaks)
-        effect = max(self._others(row, i).max() for i, row in enumerate(self._influence))
-        self._max_leak = max(self._max_leak, float(effect))
-        first = leaks[0]
+    def _verdict_on_layers(self, allowed: float) -> _Outcome:
+        effect = max(float(self._others(row, source).max()) for source, row in enumerate(self._influence))
+        self._max_leak = max(self._max_leak, effect)
+        first = self._layers[0]
         detail = f"Changing segment {first.source} moves segment {first.target}: the leak enters in {first.name}."
-        return FAILED, float(effect), allowed, detail
+        return FAILED, effect, allowed, detail
 
     def _compare(self, watch: LayerWatch, watched: np.ndarray) -> list[Entry]:
         with watch.comparing(torch.from_numpy(watched)) as entries:
@@ -198,12 +200,7 @@ class Probes:
             return FAILED, effect, allowed, detail
         self._rounding = max(self._rounding, effect)
         exactly = "exactly zero" if effect == 0.0 else "zero but for rounding"
-        return (
-            PASSED,
-            effect,
-            allowed,
-            f"Gradient of the logits of segments {named} at the others' embeddings: {exactly}.",
-        )
+        return PASSED, effect, allowed, f"Gradient of segments {named} at the others' embeddings: {exactly}."
 
     def _gradient_sizes(self, logits: torch.Tensor, targets: tuple[int, ...]) -> np.ndarray:
         """Give the largest gradient of the targets' logits in each other segment, relative to their own: `[N]`."""
@@ -223,15 +220,16 @@ class Probes:
             )
         return self._row.per_segment(torch.from_numpy(np.where(is_target, 0.0, sizes / own)))
 
-    def _locate_in_gradients(self) -> None:
+    def _locate_in_gradients(self) -> tuple[LayerLeak, ...]:
         """Name the layer in which a gradient crosses over, for a leak that shows in the backward pass only."""
         watch, allowed = LayerWatch(self._row.model, self._boundaries.total_tokens), self._row.gradient_rounding()
+        leaks: list[LayerLeak] = []
         for target in range(1, self._boundaries.num_segments, 2):
-            is_target = torch.from_numpy(self._row.is_in(target))
+            is_target = self._row.is_in(target)
 
-            def size(gradient: torch.Tensor, is_target: torch.Tensor = is_target) -> float:
-                sizes = gradient.detach().reshape(len(is_target), -1).abs().amax(dim=-1).double().cpu()
-                own = max(float(sizes[is_target].median()), torch.finfo(torch.float32).tiny)
+            def size(gradient: torch.Tensor, is_target: np.ndarray = is_target) -> float:
+                sizes = gradient.detach().reshape(len(is_target), -1).abs().amax(dim=-1).double().cpu().numpy()
+                own = max(float(np.median(sizes[is_target])), float(np.finfo(np.float32).tiny))
                 return float(sizes[~is_target].max()) / own
 
             with without_checkpointing(self._model), watch.tracing_gradients(size) as flows:
@@ -241,9 +239,8 @@ class Probes:
                 crosses_here = flow.out and flow.into and max(flow.out) <= allowed < max(flow.into)
                 if flow.module is not None and crosses_here:
                     kind, effect = kind_of(flow.module), max(flow.into)
-                    leak = LayerLeak(flow.name, _class_name(flow.module), kind, source, target, effect)
-                    self._layers = (leak,)
-                    return
+                    leaks.append(LayerLeak(flow.name, _class_name(flow.module), kind, source, target, effect))
+        return tuple(leaks[:1])
 
     def _probe_control(self, sources: range) -> _Outcome:
         base = self._row.run(self._row.tokens, bounded=False).detach()
@@ -266,26 +263,42 @@ class Probes:
                 self._notes.append("The model draws random numbers in train mode: it was run alone in eval mode.")
                 packed = self._row.run(self._row.tokens).detach()
             alone = self._row.run_alone(tokens).detach()
-            effect = self._largest(token_effects(alone, packed[torch.from_numpy(is_in)]))
-            allowed = self._row.rounding()
+            effects = token_effects(alone, packed[torch.from_numpy(is_in)])
+            effect, allowed = self._largest(effects, self._model), self._row.rounding()
             if self._agree(effect > allowed):
-                # A longer row of the same tokens changes nothing but the order in which sums are taken.
-                longer = self._row.run_alone(np.concatenate([tokens, self._row.tokens[:64]])).detach()
-                allowed = max(allowed, _NOISE_MARGIN * self._largest(token_effects(alone, longer[: len(tokens)])))
-        if allowed > _MOST_NOISE:
-            raise PackingError(
-                f"Run unpacked, the same tokens give logits that differ by {allowed / _NOISE_MARGIN:.1e} when more "
-                "tokens follow, so packed and unpacked logits cannot be compared."
-            )
-        if effect <= allowed:
-            return PASSED, effect, allowed, f"Segment {segment} gives the logits of the same tokens run unpacked."
-        return FAILED, effect, allowed, f"Segment {segment} gives other logits than the same tokens run unpacked."
+                return self._judge_layers_alone(segment, tokens, effect)
+        return PASSED, effect, allowed, f"Segment {segment} gives the logits of the same tokens run unpacked."
 
-    def _largest(self, effects: torch.Tensor) -> float:
+    def _judge_layers_alone(self, segment: int, tokens: np.ndarray, effect: float) -> _Outcome:
+        """Judge each layer by itself, since depth amplifies the rounding that another row length brings."""
+        watch = LayerWatch(self._row.model, self._boundaries.total_tokens)
+        with watch.recording():
+            self._row.run(self._row.tokens, eager=True)
+        everywhere = torch.ones(len(tokens), dtype=torch.bool)
+        with watch.comparing(everywhere, start=self._boundaries.offsets[segment]) as entries:
+            self._row.run_alone(tokens, eager=True)
+        # A layer rounds several times, and with another row length each of them may come out differently.
+        allowed = _NOISE_MARGIN * self._row.rounding()
+        local = {entry.name: self._largest(entry.effects, entry.module) for entry in entries}
+        first = next((entry for entry in entries if local[entry.name] > allowed), None)
+        if first is not None:
+            where = f"The difference enters in {first.name} ({_class_name(first.module)})."
+            return (
+                FAILED,
+                effect,
+                allowed,
+                f"Segment {segment} gives other logits than when it is run unpacked. {where}",
+            )
+        if effect > _MOST_NOISE or not local:
+            return FAILED, effect, allowed, f"Segment {segment} gives other logits than when it is run unpacked."
+        found = max(local.values())
+        return PASSED, found, allowed, f"Segment {segment} run unpacked differs by the rounding of each layer only."
+
+    def _largest(self, effects: torch.Tensor, module: nn.Module) -> float:
         """Take the largest effect, or of half-precision experts the 95 % quantile: rounding flips close choices."""
         is_half = torch.finfo(self._row.compute_dtype).bits < 32
-        has_experts = is_half and any(kind_of(module) == "router" for module in self._model.modules())
-        return effects.float().quantile(0.95 if has_experts else 1.0).item()
+        has_experts = is_half and any(kind_of(part) == "router" for part in module.modules())
+        return float(effects.float().quantile(0.95 if has_experts else 1.0))
 
     # ---- shared
 

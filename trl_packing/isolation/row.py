@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from transformers.utils import logging
 
 from ..boundaries import Boundaries
 from ..errors import PackingError
@@ -141,9 +142,9 @@ class Row:
         kwargs = boundaries.to_model_kwargs(**self._kwargs)
         return self._run(tokens, kwargs if bounded else {"position_ids": kwargs["position_ids"]}, eager)
 
-    def run_alone(self, tokens: np.ndarray) -> torch.Tensor:
+    def run_alone(self, tokens: np.ndarray, *, eager: bool = False) -> torch.Tensor:
         """Run tokens as an ordinary unpacked sample, without a single keyword of packing: logits `[length, V]`."""
-        return self._run(tokens, {}, eager=False)
+        return self._run(tokens, {}, eager)
 
     def _run(self, tokens: np.ndarray, kwargs: dict[str, Any], eager: bool) -> torch.Tensor:
         compiled = self.is_compiled and not eager
@@ -151,7 +152,9 @@ class Row:
         input_ids = torch.from_numpy(tokens)[None].to(self.device)
         self.random_state.restore()
         self.leaves = []
-        with context, torch.enable_grad(), _eager_stance(self.is_compiled and eager):
+        # Runs without boundaries take paths that training never takes; what transformers says of them would mislead.
+        quiet = nullcontext() if "seq_idx" in kwargs else _quiet_transformers()
+        with context, quiet, torch.enable_grad(), _eager_stance(self.is_compiled and eager):
             output = model(input_ids=input_ids, use_cache=False, **kwargs)
         logits = _logits_of(output, len(tokens))
         # Places of the vocabulary that a model masks would swamp every norm.
@@ -215,9 +218,12 @@ def token_effects(base: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """
     with torch.no_grad():
         base, other = base.reshape(len(base), -1), other.reshape(len(other), -1)
-        norms = torch.linalg.vector_norm(base, dim=-1, dtype=torch.float32)
+        # A router may hand out scores of -inf, which are equal although their difference is NaN.
+        is_equal = (base == other) | (base.isnan() & other.isnan())
+        norms = torch.linalg.vector_norm(base.nan_to_num(0.0, 0.0, 0.0), dim=-1, dtype=torch.float32)
         scale = torch.maximum(norms, norms.median()).clamp(min=torch.finfo(torch.float32).tiny)
-        return torch.linalg.vector_norm((other - base) / scale[:, None], dim=-1, dtype=torch.float32)
+        moved = ((other - base) / scale[:, None]).masked_fill(is_equal, 0.0).nan_to_num(torch.inf)
+        return torch.linalg.vector_norm(moved, dim=-1, dtype=torch.float32)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -229,6 +235,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _eager_stance(eager: bool) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _embedding_of(model: nn.Module) -> nn.Module:

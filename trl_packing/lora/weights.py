@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from .._compat import is_available
 from ..register import dispatch
 from ..register.inventory import HookedFunction, find_hooked_functions
 
@@ -38,8 +38,6 @@ class WeightRead:
             Of the module below, as in `self.<path>.weight`.
         function (`str`):
             Name of the function that receives the weight, with its dots, or an empty string.
-        keyword (`str`):
-            Keyword under which it receives it, or an empty string.
         file (`str`):
             Module that the source stands in.
         called (`bool`):
@@ -48,7 +46,6 @@ class WeightRead:
 
     path: str
     function: str
-    keyword: str
     file: str
     called: bool
 
@@ -86,8 +83,8 @@ def _reads_in_training(read: WeightRead, hooked: dict[tuple[str, str], HookedFun
         # A fused path without its kernel returns nothing, and the layer goes on to call the projection.
         return function.kernel is not None or function.upstream.role != "fused"
     if _is_our_dispatcher(vars(sys.modules[read.file]).get(read.function)):
-        # It passes over the fused path where the projection is frozen. Mamba-1 hands its weights over by position.
-        return read.keyword != "outproj_weight" and is_available("mamba_ssm")
+        # It passes over the fused path where a projection is frozen, as one under an adapter is.
+        return False
     return True
 
 
@@ -104,9 +101,9 @@ def _is_submodule(layer: nn.Module, path: str) -> bool:
 
 
 def _reads_of(layer_class: type) -> list[WeightRead]:
-    bases = [base for base in layer_class.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
     # The base class of all models reads embeddings to tie and resize them, and is long.
-    return [read for base in bases if base.__name__ != "PreTrainedModel" for read in _reads_in_source(base)]
+    bases = [base for base in layer_class.__mro__ if issubclass(base, nn.Module) and base is not PreTrainedModel]
+    return [read for base in bases if not base.__module__.startswith("torch.") for read in _reads_in_source(base)]
 
 
 @cache
@@ -126,21 +123,18 @@ def _reads_in_source(layer_class: type) -> tuple[WeightRead, ...]:
             continue
         if "init" in _method_of(node, parents):
             continue
-        function, keyword = _receiver_of(node, parents)
-        reads.append(WeightRead(owner[5:], function, keyword, layer_class.__module__, owner in calls))
+        reads.append(WeightRead(owner[5:], _receiver_of(node, parents), layer_class.__module__, owner in calls))
     return tuple(reads)
 
 
-def _receiver_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> tuple[str, str]:
-    """Name and keyword of the innermost call that gets the value as an argument, methods of the weight left out."""
-    keyword, child, above = "", node, parents.get(node)
+def _receiver_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+    """Name of the innermost call that gets the value as an argument, methods of the weight left out."""
+    child, above = node, parents.get(node)
     while above is not None and not isinstance(above, ast.stmt):
-        if isinstance(above, ast.keyword):
-            keyword = above.arg or ""
-        elif isinstance(above, ast.Call) and child is not above.func:
-            return _dotted(above.func), keyword
+        if isinstance(above, ast.Call) and child is not above.func:
+            return _dotted(above.func)
         child, above = above, parents.get(above)
-    return _NO_FUNCTION, ""
+    return _NO_FUNCTION
 
 
 def _method_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:

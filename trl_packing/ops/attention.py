@@ -2,10 +2,11 @@
 Attention inside the segments of one packed row, without a T x T mask.
 
 `naive_attention` is the definition for one segment. `segment_attention` runs a whole row: one call of torch's
-`scaled_dot_product_attention` per segment, whose cost and memory follow the segments instead of the row. On CUDA in half
-precision `varlen_attention` hands the row to torch's own varlen flash kernel.
+`scaled_dot_product_attention` per segment, whose cost and memory follow the segments instead of the row. On CUDA in
+half precision `varlen_attention` hands the row to torch's own varlen flash kernel.
 
-Shapes: T tokens in the row, L tokens in a segment, H query heads, HK key and value heads, K and V head widths, N segments.
+Shapes: T tokens in the row, L tokens in a segment, H query heads, HK key and value heads, K and V head widths, N
+segments.
 """
 
 from __future__ import annotations
@@ -208,7 +209,8 @@ def _one_segment(
     explicit = softcap is not None or sinks is not None
     if not windowed and not explicit:
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=query.shape[1] !=
+            key.shape[1]
         )
     # Whole blocks of queries, each with only the keys it can see.
     block = _QUERY_BLOCK if window is None else max(window, _QUERY_BLOCK // 4)
@@ -265,15 +267,16 @@ def _visible(
 def _check_row(query: torch.Tensor, key: torch.Tensor, lengths: Sequence[int]) -> None:
     if query.shape[0] != 1:
         raise PackingError(
-            f"Segment boundaries describe one packed row, but the batch has {query.shape[0]} rows. Flatten the batch first."
+            f"Segment boundaries describe one packed row, but the batch has {query.shape[0]} rows. Flatten the batch "
+            "first."
         )
     if query.shape[2] != key.shape[2]:
         raise PackingError(
-            f"A packed row needs as many keys as queries, but there are {key.shape[2]} keys for {query.shape[2]} queries. "
-            "Packed training runs without a cache: set `use_cache=False`."
+            f"A packed row needs as many keys as queries, but there are {key.shape[2]} keys for {query.shape[2]} "
+            "queries. Packed training runs without a cache: set `use_cache=False`."
         )
     if sum(lengths) != query.shape[2]:
         raise PackingError(
-            f"The segment lengths add up to {sum(lengths)}, but the row has {query.shape[2]} tokens. Pass the boundaries "
-            "of this row."
+            f"The segment lengths add up to {sum(lengths)}, but the row has {query.shape[2]} tokens. Pass the "
+            "boundaries of this row."
         )

@@ -142,9 +142,9 @@ class _SegmentConvolution(torch.autograd.Function):  # type: ignore[misc]
 
 def _steps(rows: torch.Tensor, taps: torch.Tensor) -> list[tuple[int, int]]:
     num_tokens, num_channels = rows.shape
-    size = max(len(taps), _ELEMENTS_PER_STEP // num_channels)
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
-        size = num_tokens
+        return [(0, num_tokens)]
+    size = max(len(taps), _ELEMENTS_PER_STEP // num_channels)
     return [(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 

@@ -179,6 +179,6 @@ def _checked_mask(exclude: Any, sizes: IntArray) -> np.ndarray[Any, np.dtype[np.
     if mask.dtype != np.bool_ or mask.shape != sizes.shape:
         raise PackingError(
             f"`exclude` needs one bool for each of the {sizes.size} samples, but its dtype is {mask.dtype} and its "
-            f"shape {list(mask.shape)}. Pass a mask made from the same data set."
+            f"shape is {list(mask.shape)}. Pass a mask made from the same data set."
         )
     return mask

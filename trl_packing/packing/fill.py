@@ -258,8 +258,8 @@ class OnlineBestFit:
 
     def state_dict(self) -> dict[str, Any]:
         """Give the open rows as JSON values."""
-        open_rows = [[key >> _ROW_BITS, key & _ROW_MASK, self._rows[key & _ROW_MASK]] for key in self._keys]
-        return {"num_items": self.num_items, "open_rows": open_rows, "unused": self._unused}
+        open_rows = [[key >> _ROW_BITS, key & _ROW_MASK, list(self._rows[key & _ROW_MASK])] for key in self._keys]
+        return {"num_items": self.num_items, "open_rows": open_rows, "unused": list(self._unused)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the open rows of another filler with the same arguments."""

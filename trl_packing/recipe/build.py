@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .config import LaunchOptions, RecipeArguments, build_lora, parse_recipe
 from .data import load_data
 from .data.files import looks_local
 
+RUN_TYPES = (RecipeArguments, PackedSFTConfig, ModelConfig, DatasetMixtureConfig)
 _RUN_FILES = ("adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 
 
@@ -44,8 +46,8 @@ def parse_sft(
         [`UnsupportedVersionError`]: If an installed package is outside the supported range.
     """
     _compat.check_versions()
-    types = (RecipeArguments, PackedSFTConfig, ModelConfig, DatasetMixtureConfig)
-    script, training, model, data, launch = parse_recipe(argv, dataclass_types=types, recipe_file=recipe_file, prog=prog)
+    parsed = parse_recipe(argv, dataclass_types=RUN_TYPES, recipe_file=recipe_file, prog=prog)
+    script, training, model, data, launch = parsed
     return script, training, model, data, launch
 
 
@@ -75,22 +77,20 @@ def build_sft(
         [`PackingError`]: If a setting, the data, the model or the output folder cannot be used, in one sentence.
     """
     if not model_args.model_name_or_path:
-        raise PackingError("A run needs a model, but `model_name_or_path` is not set. Give a hub id or a local folder.")
+        raise PackingError("A run needs a model, but `model_name_or_path` is not set. Give a hub id or a folder.")
     check_output_dir(training_args)
     peft_config = build_lora(model_args, _lora_mapping(script_args.lora_config))
     quantization_config = get_quantization_config(model_args)
-    if script_args.dataset_name is not None:
-        script_args.dataset_name = resolve_dataset(script_args.dataset_name)
-    train_dataset, eval_dataset = load_data(script_args, dataset_args, training_args)
     name = resolve_model(model_args.model_name_or_path)
     check_model_name(name)
+    train_dataset, eval_dataset = load_samples(script_args, dataset_args, training_args)
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    with _model_errors(name):
+    with model_errors(name):
         return PackedSFTTrainer(
             model=name,
             args=training_args,
@@ -99,6 +99,29 @@ def build_sft(
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+
+
+def load_samples(
+    script_args: RecipeArguments, dataset_args: DatasetMixtureConfig, training_args: PackedSFTConfig
+) -> tuple[Any, Any]:
+    """
+    Load the data of a run, where the quickstart's names work like those of the hub.
+
+    Args:
+        script_args ([`RecipeArguments`]), dataset_args ([`~trl.DatasetMixtureConfig`]),
+        training_args ([`PackedSFTConfig`]):
+            The run's settings. They are not modified.
+
+    Returns:
+        `tuple`: The training set, and the evaluation set or `None`, as [`load_data`] gives them.
+
+    Raises:
+        [`PackingError`]: If a name, a file, a split or a sample is wrong, in one sentence.
+    """
+    if script_args.dataset_name is not None:
+        script_args = replace(script_args, dataset_name=resolve_dataset(script_args.dataset_name))
+    entries = [replace(entry, path=resolve_dataset(entry.path)) for entry in dataset_args.datasets]
+    return load_data(script_args, replace(dataset_args, datasets=entries), training_args)
 
 
 def finish_sft(trainer: PackedSFTTrainer, dataset_name: str | None = None) -> None:
@@ -139,8 +162,8 @@ def check_output_dir(args: PackedSFTConfig) -> None:
     found = [path.name for path in folder.iterdir() if path.name in _RUN_FILES or path.name.startswith("checkpoint-")]
     if found:
         raise PackingError(
-            f"`output_dir` {folder} already holds a run ({', '.join(sorted(found)[:3])}). Choose a new `output_dir`, or "
-            "continue with `resume_from_checkpoint: true`."
+            f"`output_dir` {folder} already holds a run ({', '.join(sorted(found)[:3])}). Choose a new `output_dir`, "
+            "or continue with `resume_from_checkpoint: true`."
         )
 
 
@@ -158,17 +181,23 @@ def check_model_name(name: str) -> None:
     folder = Path(name).expanduser()
     if not folder.exists():
         if looks_local(name):
-            raise PackingError(f"`model_name_or_path` is {name}, which does not exist. Relative paths start at {Path.cwd()}.")
+            raise PackingError(
+                f"`model_name_or_path` is {name}, which does not exist. Relative paths start at {Path.cwd()}."
+            )
         return
     if not (folder / "config.json").is_file():
-        hint = " It holds an adapter: merge it first, or name its base model." if (
-            folder / "adapter_config.json"
-        ).is_file() else ""
-        raise PackingError(f"`model_name_or_path` is {name}, which holds no `config.json`, so it is no model folder.{hint}")
+        hint = (
+            " It holds an adapter: merge it first, or name its base model."
+            if (folder / "adapter_config.json").is_file()
+            else ""
+        )
+        raise PackingError(
+            f"`model_name_or_path` is {name}, which holds no `config.json`, so it is no model folder.{hint}"
+        )
 
 
 @contextmanager
-def _model_errors(name: str) -> Iterator[None]:
+def model_errors(name: str) -> Iterator[None]:
     """Turn what transformers raises for a model that cannot be loaded into one sentence."""
     try:
         yield

@@ -1,4 +1,5 @@
-"""The only place that touches the registries of transformers and kernels. Everything it changes, it can undo exactly."""
+"""The only place that touches the registries of transformers and kernels. Everything it changes, it can undo "
+"exactly."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """
 The `varlen` attention implementation: packed rows segment by segment, everything else through transformers' SDPA.
 
-Registered under one name in transformers' `AttentionInterface` and `AttentionMaskInterface`, so any model that supports
-attention backends takes `attn_implementation="varlen"`. Boundaries come from the call's keywords only. A row that is packed
-by `position_ids` alone is refused: boundaries are never inferred.
+Registered under one name in transformers' `AttentionInterface` and `AttentionMaskInterface`, so any model that
+supports attention backends takes `attn_implementation="varlen"`. Boundaries come from the call's keywords only. A row
+that is packed by `position_ids` alone is refused: boundaries are never inferred.
 
 Shapes: B batch rows, T tokens in the row, H query heads, HK key and value heads, K head width.
 """
@@ -115,7 +115,8 @@ def varlen_attention_forward(
         `tuple[torch.Tensor, None]`: `[B, T, H, K]`, and no attention weights.
 
     Raises:
-        [`PackingError`]: If the row is packed but boundaries are missing, a mask is passed beside them, or the layer asks
+        [`PackingError`]: If the row is packed but boundaries are missing, a mask is passed beside them, or the layer
+        asks
             for something a segment-wise attention cannot compute.
     """
     for name in _UNSUPPORTED:
@@ -130,16 +131,17 @@ def varlen_attention_forward(
     if cu_seq_lens_q is not None:
         if attention_mask is not None and attention_mask.numel():
             raise PackingError(
-                f"{type(module).__name__} got an attention mask beside segment boundaries, and only one of them can be "
-                "right. Remove `attention_mask` from the batch, or overlay masks from the model call."
+                f"{type(module).__name__} got an attention mask beside segment boundaries, and only one of them can "
+                "be right. Remove `attention_mask` from the batch, or overlay masks from the model call."
             )
         extras = {"softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
         out = _packed(query, key, value, cu_seq_lens_q, max_length_q, cu_seqlens_cpu, chunk, options, extras)
         return out.transpose(1, 2), None
     if attention_mask is not None and not attention_mask.numel():
         raise PackingError(
-            f"`position_ids` say that the row is packed, but {type(module).__name__} got no boundaries, and samples would "
-            "mix. Pass all of `Boundaries.to_model_kwargs()`, or check that the model hands its keywords to the layers."
+            f"`position_ids` say that the row is packed, but {type(module).__name__} got no boundaries, and samples "
+            "would mix. Pass all of `Boundaries.to_model_kwargs()`, or check that the model hands its keywords to the "
+            "layers."
         )
     if softcap is not None or s_aux is not None:
         return _masked_explicit(query, key, value, attention_mask, softcap, s_aux, dropout, options), None

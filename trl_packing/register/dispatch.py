@@ -16,10 +16,10 @@ model, so copies, adapters, checkpointing and saving see no difference, and remo
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def install_dispatchers(model: nn.Module, ops: str = "auto") -> list[HookedFunct
 def remove_dispatchers() -> None:
     """Bind every name to the object that stood there before, except names that someone else has bound since."""
     for (module_name, attribute), original in _live_originals().items():
-        setattr(import_module(module_name), attribute, original)
+        setattr(sys.modules[module_name], attribute, original)
     _originals.clear()
     _dispatchers.clear()
     remove_relays()
@@ -197,7 +197,7 @@ def _live_originals() -> dict[tuple[str, str], Any]:
     return {
         (module_name, attribute): original
         for (module_name, attribute), original in _originals.items()
-        if getattr(import_module(module_name), attribute, None) is _dispatchers[module_name, attribute]
+        if getattr(sys.modules.get(module_name), attribute, None) is _dispatchers[module_name, attribute]
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from trl import ScriptArguments, TrlParser
 
-from ...errors import MissingDependencyError, PackingError, UnsupportedVersionError
+from ...errors import LeakError, MissingDependencyError, PackingError, UnsupportedVersionError
 from .files import ConfigFile, read_config, resolve_config
 from .values import MisfitError, fit, nearest
 
@@ -172,11 +172,11 @@ class RecipeParser(TrlParser):
             self._take_defaults(config)
         # A misspelled option is said before the settings are built, which may refuse this machine.
         if not return_remaining_strings and (unknown := self.parse_known_args(words)[1]):
-            raise PackingError(self._unknown_word(unknown))
+            raise PackingError(self.explain_unknown(unknown))
         *parsed, rest = self._parse_words(words)
         if not return_remaining_strings:
             if rest:
-                raise PackingError(self._unknown_word(rest))
+                raise PackingError(self.explain_unknown(rest))
             if (note := self.launch.note()) is not None:
                 _say(note)
             return tuple(parsed)
@@ -227,7 +227,8 @@ class RecipeParser(TrlParser):
             raise PackingError(f"The settings are refused: {sentence}.{advice}") from error
         return result
 
-    def _unknown_word(self, rest: Sequence[str]) -> str:
+    def explain_unknown(self, rest: Sequence[str]) -> str:
+        """Say in one sentence what is wrong with words that no option took."""
         word = next((word for word in rest if word.startswith("-")), rest[0])
         key = word.lstrip("-").partition("=")[0].replace("-", "_")
         if not word.startswith("-"):
@@ -273,7 +274,9 @@ def parse_recipe(
 @contextmanager
 def usage_errors(prog: str = "trl-packing") -> Iterator[None]:
     """
-    Turn refusals into one line on stderr and exit code 2, without a traceback. Works as a decorator too.
+    Turn refusals into one line on stderr, without a traceback: exit code 1 for a leak, 2 for everything else.
+
+    Works as a decorator too.
 
     Args:
         prog (`str`, *optional*, defaults to `"trl-packing"`):
@@ -281,10 +284,10 @@ def usage_errors(prog: str = "trl-packing") -> Iterator[None]:
     """
     try:
         yield
-    except (PackingError, MissingDependencyError, UnsupportedVersionError) as error:
+    except (LeakError, PackingError, MissingDependencyError, UnsupportedVersionError) as error:
         rank = os.environ.get("RANK", "0")
         print(f"{prog}{f' [rank {rank}]' if rank != '0' else ''}: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(1 if isinstance(error, LeakError) else 2) from None
 
 
 def _split_config(words: list[str]) -> tuple[list[str], str | None]:

@@ -1,8 +1,8 @@
 """
 `PackedSFTTrainer`: TRL's `SFTTrainer` on packed rows whose boundaries are computed once, on the host.
 
-TRL prepares the data, builds adapters and runs the loop. Ours are the plan, the rows, the loss over token sums, and the proof
-before step 1. `compute_loss` is the one deliberate reimplementation; its numbers are tested against TRL's.
+TRL prepares the data, builds adapters and runs the loop. Ours are the plan, the rows, the loss over token sums, and
+the proof before step 1. `compute_loss` is the one deliberate reimplementation; its numbers are tested against TRL's.
 """
 
 from __future__ import annotations
@@ -11,39 +11,36 @@ import copy
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.logging import get_logger
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, seed_worker
 from trl import SFTConfig, SFTTrainer
 from trl.data_utils import get_dataset_column_names
-from trl.trainer.utils import create_model_from_path, get_config_model_id
 
-from .collator import ROW_INFO, PackedCollator, PaddedCollator, RowCollator, RowInfo
-from .config import PackedSFTConfig
-from .cost import RowCost
-from .dataset import FragmentDataset, drop_masked_tokens
-from .errors import PackingError
-from .evaluation import FragmentLoss, TokenSums, fragment_losses, sample_losses, token_metrics, write_jsonl
-from .planning import TrainPlan, plan_evaluation, plan_fingerprint
-from .preflight import check_model, choose_attention, refuse_parallelism, refuse_settings
-from .proof import isolation_line, prove_isolation
-from .register import register_ops
-from .report import PlanReport
-from .resume import check_resume, last_whole_checkpoint, write_resume_state
-from .sampler import RankedBatchSampler
-from .streaming import RowStream
-
-logger = get_logger(__name__)
+from ..collator import PackedCollator, PaddedCollator, RowCollator
+from ..cost import RowCost
+from ..dataset import FragmentDataset, drop_masked_tokens
+from ..errors import PackingError
+from ..evaluation import FragmentLoss, TokenSums, sample_losses, token_metrics, write_jsonl
+from ..planning import TrainPlan, plan_evaluation, plan_fingerprint
+from ..preflight import check_model, refuse_parallelism, refuse_settings
+from ..proof import AdapterProof, isolation_line, prove_isolation
+from ..register import register_ops
+from ..report import PlanReport
+from ..resume import check_resume, last_whole_checkpoint, write_resume_state
+from ..sampler import RankedBatchSampler
+from ..streaming import RowStream
+from .load import load_model, packed_collator, packed_config
+from .loss import TokenLossMixin
 
 
-class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
+class PackedSFTTrainer(TokenLossMixin, SFTTrainer):  # type: ignore[misc]
     """
     Train on packed rows, without padding and without leaks. The signature is that of [`~trl.SFTTrainer`].
 
@@ -62,7 +59,7 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
         [`LeakError`]: By `train`, before step 1, if segments influence one another on this model.
     """
 
-    _tag_names = ["trl", "sft", "trl_packing"]
+    _tag_names: ClassVar[list[str]] = ["trl", "sft", "trl_packing"]
 
     def __init__(
         self,
@@ -82,14 +79,14 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
         peft_config: Any = None,
         formatting_func: Any = None,
     ) -> None:
-        args = _packed_config(args, model)
+        args = packed_config(args, model)
         columns = None if train_dataset is None else get_dataset_column_names(train_dataset)
         refuse_settings(args, columns, peft_config, data_collator)
         if isinstance(model, str):
-            model, processing_class = _load(model, args, processing_class, quantization_config)
+            model, processing_class = load_model(model, args, processing_class, quantization_config)
             quantization_config = None
         register_ops(model, ops=args.ops)
-        check_model(model, peft_config)
+        peft_config = check_model(model, peft_config)
         self._settings = args
         self._is_preparing_train = True
         # TRL's own packing, padding-free collator and model loading stay off. The user's `args` are not touched.
@@ -116,7 +113,7 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
             setattr(self.args, name, getattr(args, name))
         refuse_parallelism(self.accelerator.parallelism_config)
         self._padded_collator = self.data_collator
-        self.data_collator = data_collator or _packed_collator(self.args)
+        self.data_collator = data_collator or packed_collator(self.args)
         self.padding_free = True
         # Token sums are normalised by us, whatever the model's own loss accepts.
         self.model_accepts_loss_kwargs = True
@@ -127,6 +124,7 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
         self._train_plan: TrainPlan | None = None
         self._sampler: RankedBatchSampler | None = None
         self.isolation_report: Any = None
+        self.add_callback(AdapterProof(self.accelerator))
         if isinstance(self.train_dataset, Dataset):
             self._plan_training()
 
@@ -263,124 +261,6 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
             dispatch_batches=False,
         )
 
-    # ---- loss
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        if not batch_samples or ROW_INFO not in batch_samples[0]:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        num_targets = torch.tensor(sum(batch[ROW_INFO].num_targets for batch in batch_samples), device=device)
-        if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            num_targets = self.accelerator.gather(num_targets).sum()
-        return num_targets
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> Any:
-        """
-        Compute a micro-batch's share of the step's token-weighted loss, and add up its metrics on the device.
-
-        Args:
-            model (`nn.Module`):
-                The wrapped model.
-            inputs (`dict[str, Any]`):
-                From the collator: model inputs, `labels` and the row's info.
-            return_outputs (`bool`, *optional*, defaults to `False`):
-                Whether to return the model's outputs too, with logits.
-            num_items_in_batch (`torch.Tensor`, *optional*):
-                Predicted tokens of the whole optimiser step on all ranks. Without it the loss is the micro-batch's mean.
-
-        Returns:
-            `torch.Tensor`, or a tuple of it and the outputs: a scalar whose sum over micro-batches, averaged over ranks, is
-                the step's mean loss per predicted token.
-        """
-        mode = "train" if self.model.training else "eval"
-        info: RowInfo | None = inputs.get(ROW_INFO)
-        inputs = {key: value for key, value in inputs.items() if key != ROW_INFO}
-        # A cache makes attention layers see the whole row, and hybrids fail.
-        inputs["use_cache"] = False
-        if self.aux_loss_enabled:
-            inputs["output_router_logits"] = True
-        logits_inputs = {key: value for key, value in inputs.items() if key != "labels"}
-        outputs, loss_sum, loss = self._loss_sum(model, inputs, logits_inputs, num_items_in_batch)
-        num_targets = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
-        if loss is None:
-            # Clamped: a batch without a predicted token has loss 0, not 0 / 0.
-            loss = loss_sum / num_targets.clamp(min=1)
-        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            # DDP averages gradients over ranks, and the divisor counted the tokens of all ranks.
-            loss = loss * self.accelerator.num_processes
-        if self.aux_loss_enabled and loss_sum is not None:
-            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
-        self._add_metrics(mode, outputs, info, loss_sum)
-        if return_outputs:
-            with torch.no_grad():
-                outputs = model(**logits_inputs)
-            return loss, outputs
-        return loss
-
-    def _loss_sum(
-        self, model: nn.Module, inputs: dict[str, Any], logits_inputs: dict[str, Any], num_items: torch.Tensor | None
-    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's three ways to a loss: its fused head's sum, or a finished loss from full logits."""
-        if self.compute_loss_func is None and (self.label_smoother is None or self.args.loss_type != "nll"):
-            outputs = model(**inputs, fused_lm_head=True)
-            per_token = -outputs.log_probs
-            if self.args.loss_type == "dft":
-                per_token = per_token * outputs.log_probs.exp().detach()
-            return outputs, per_token.sum(), None
-        if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(model(**logits_inputs), inputs["labels"], num_items_in_batch=num_items)
-        else:
-            loss = self.label_smoother(
-                model(**logits_inputs), inputs["labels"], shift_labels=True, num_items_in_batch=num_items
-            )
-        with torch.no_grad():
-            return model(**inputs, fused_lm_head=True), None, loss
-
-    def _add_metrics(self, mode: str, outputs: Any, info: RowInfo | None, loss_sum: torch.Tensor | None) -> None:
-        self._sums[mode].add(
-            nll=-outputs.log_probs.sum() if loss_sum is None or self.args.loss_type != "nll" else loss_sum,
-            entropy=outputs.entropy.sum(),
-            correct=outputs.is_top1.sum(),
-            targets=outputs.label_mask.sum() if info is None else info.num_targets,
-            aux=outputs.aux_loss if self.aux_loss_enabled else 0.0,
-            tokens=0 if info is None else info.num_tokens,
-            segments=0 if info is None else info.num_segments,
-            rows=0 if info is None else bool(info.num_segments),
-            micro_steps=1,
-        )
-        if mode == "eval" and self._fragment_losses is not None and info is not None:
-            self._fragment_losses += fragment_losses(-outputs.log_probs, outputs.label_mask, info)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Read the interval's sums from the device, once, and log them with everything else."""
-        mode = "train" if self.model.training else "eval"
-        if self._sums[mode].sums:
-            totals = self._sums[mode].reduce(self.accelerator)
-            metrics = token_metrics(totals)
-            if mode == "train":
-                self._total_train_tokens += int(totals["tokens"])
-                metrics |= self._row_metrics(totals)
-            metrics["num_tokens"] = self._total_train_tokens
-            self._metrics[mode].update({name: [value] for name, value in metrics.items()})
-        super().log(logs, start_time)
-
-    def _row_metrics(self, totals: dict[str, float]) -> dict[str, float]:
-        now, rows = time.perf_counter(), max(totals["rows"], 1.0)
-        metrics = {
-            "tokens_per_second": totals["tokens"] / max(now - self._logged_at, 1e-9),
-            "segments_per_row": totals["segments"] / rows,
-        }
-        if self.args.packing:
-            metrics["fill_rate"] = totals["tokens"] / (rows * self.args.resolved_token_budget)
-        self._logged_at = now
-        return metrics
-
     # ---- training
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -413,7 +293,9 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
 
     def _prove_isolation(self) -> None:
         if self.args.isolation_check == "off":
-            self.accelerator.print("Isolation check: off (`isolation_check: off`). Nothing proves that samples stay apart.")
+            self.accelerator.print(
+                "Isolation check: off (`isolation_check: off`). Nothing proves that samples stay apart."
+            )
             return
         self.isolation_report = prove_isolation(self.model, self.accelerator)
         self.accelerator.print(isolation_line(self.isolation_report))
@@ -460,57 +342,6 @@ class PackedSFTTrainer(SFTTrainer):  # type: ignore[misc]
                 write_jsonl(_named(per_sample, name), entries)
         self._fragment_losses = None
         return output
-
-
-def _packed_config(args: TrainingArguments | None, model: str | PreTrainedModel) -> PackedSFTConfig:
-    if args is None:
-        name = model if isinstance(model, str) else get_config_model_id(model.config)
-        return PackedSFTConfig(f"{name.split('/')[-1]}-SFT")
-    if isinstance(args, SFTConfig):
-        return PackedSFTConfig.from_sft(args)
-    if isinstance(args, TrainingArguments):
-        # `to_dict` hides the token.
-        return PackedSFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
-    raise PackingError(f"`args` must be a `PackedSFTConfig`, but it is a {type(args).__name__}.")
-
-
-def _packed_collator(args: PackedSFTConfig) -> PackedCollator:
-    fixed = args.row_shape == "fixed"
-    return PackedCollator(
-        pad_to_multiple_of=args.pad_to_multiple_of,
-        token_budget=args.resolved_token_budget if fixed else None,
-        max_segments=args.max_segments if fixed else None,
-        host_offsets=True,
-    )
-
-
-def _load(
-    name: str, args: PackedSFTConfig, processing_class: Any, quantization_config: Any
-) -> tuple[PreTrainedModel, Any]:
-    """Load a model as TRL does, with the attention that `auto` stands for, and its processing class."""
-    kwargs = dict(args.model_init_kwargs or {})
-    if quantization_config is not None:
-        if "quantization_config" in kwargs:
-            raise PackingError(
-                "`quantization_config` is set both as a trainer argument and in `model_init_kwargs`. Set one of them."
-            )
-        kwargs["quantization_config"] = quantization_config
-    if args.distributed_state.distributed_type in ("MULTI_GPU", "MULTI_CPU", "DEEPSPEED"):
-        kwargs["device_map"] = None
-    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    origin = {"revision": kwargs.get("revision"), "trust_remote_code": kwargs["trust_remote_code"]}
-    if kwargs.get("attn_implementation") in (None, "auto"):
-        register_ops()
-        config = AutoConfig.from_pretrained(name, **origin)
-        choice, reason = choose_attention(config, kwargs.get("dtype", "float32"), args.device)
-        if args.distributed_state.is_main_process:
-            print(f"Attention: {choice} ({reason}).")
-        kwargs["attn_implementation"] = choice
-    set_seed(args.seed)
-    model = create_model_from_path(name, **kwargs)
-    if processing_class is None:
-        processing_class = AutoProcessor.from_pretrained(name, **origin)
-    return model, processing_class
 
 
 def _named(path: str | None, name: str) -> Path:

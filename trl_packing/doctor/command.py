@@ -1,0 +1,81 @@
+"""`trl-packing doctor`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import LeakError, MissingDependencyError, PackingError
+from .environment import OK, read_environment
+from .report import DoctorReport
+
+if TYPE_CHECKING:
+    from .examine import ModelReport
+
+
+def main(argv: Sequence[str]) -> int:
+    """
+    Check the environment and a model, and print one table.
+
+    Args:
+        argv (`Sequence[str]`):
+            Words after `trl-packing doctor`.
+
+    Returns:
+        `int`: 0 if everything is proven, 1 if not, 2 for wrong usage.
+    """
+    parser = ArgumentParser(
+        prog="trl-packing doctor",
+        allow_abbrev=False,
+        description="Say what is installed here, what every kind of layer will run and why, and prove on a model that "
+        "packed samples stay apart. Without a model, tiny ones of all recipe architectures are checked. Works "
+        "offline.",
+        epilog="With --config, every option of `trl-packing sft` works here too. Exit codes: 0 proven, 1 not, 2 "
+        "usage.",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--config", metavar="NAME", help="check the model of a run, with the run's settings")
+    which.add_argument("--model", metavar="PATH_OR_ID", help="check a model")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw who moves whom, as a PNG")
+    own, rest = parser.parse_known_args(argv)
+    if rest and own.config is None:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        # What libraries print is no result.
+        with contextlib.redirect_stdout(sys.stderr):
+            environment = read_environment()
+            usable = all(entry.status == OK for entry in environment if entry.required)
+            models = _examine(own.config, own.model, rest, own.picture is not None) if usable else []
+            report = DoctorReport(tuple(environment), tuple(models))
+            for file in report.save_pictures(own.picture) if own.picture is not None else []:
+                print(f"{parser.prog}: drew {file}", file=sys.stderr)
+    except (PackingError, LeakError, MissingDependencyError) as error:
+        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(report.to_dict(), indent=2) if own.json else report.to_text(), flush=True)
+    return 0 if report.ok else 1
+
+
+def _examine(config: str | None, model: str | None, rest: list[str], influence: bool) -> list[ModelReport]:
+    from ..quickstart import TINY_NAMES
+    from .examine import examine_model, examine_run, examine_tiny
+
+    if model is not None:
+        return [examine_model(model, influence=influence)]
+    if config is None:
+        return [examine_tiny(architecture, influence=influence) for architecture in TINY_NAMES.values()]
+    import torch
+
+    from ..recipe import parse_sft
+
+    # A config for a GPU is checked here in its dtype, but without autocast.
+    no_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]
+    script, training, model_args, _, _ = parse_sft(["--config", config, *rest, *no_gpu], prog="trl-packing doctor")
+    return [examine_run(script, training, model_args, influence=influence)]

@@ -1,0 +1,119 @@
+"""Plan a run without its model's weights: its data, its tokenizer and TRL's own preparation are all it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+from torch import nn
+from transformers import AutoConfig, AutoProcessor, GenerationConfig, PretrainedConfig
+from trl import DatasetMixtureConfig, ModelConfig
+
+from ..config import PackedSFTConfig
+from ..cost import RowCost
+from ..errors import PackingError
+from ..planning import TrainPlan
+from ..quickstart import resolve_model
+from ..report import PlanReport
+from ..trainer import PackedSFTTrainer
+from .build import check_model_name, load_samples, model_errors
+from .config import RecipeArguments
+
+
+def plan_sft(
+    script_args: RecipeArguments,
+    training_args: PackedSFTConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+    *,
+    num_ranks: int = 1,
+) -> PlanReport:
+    """
+    Say what the plan of a run does to its data.
+
+    Args:
+        script_args ([`RecipeArguments`]):
+            Data set settings.
+        training_args ([`PackedSFTConfig`]):
+            The run's settings.
+        model_args ([`~trl.ModelConfig`]):
+            Names the model, of which the configuration and the tokenizer are read.
+        dataset_args ([`~trl.DatasetMixtureConfig`]):
+            The mixture, if any.
+        num_ranks (`int`, *optional*, defaults to `1`):
+            Processes that will train.
+
+    Returns:
+        [`PlanReport`]: Of the first epoch, as the trainer prints it.
+
+    Raises:
+        [`PackingError`]: If a setting, the data or the model's name cannot be used, or the data is a stream.
+    """
+    if not model_args.model_name_or_path:
+        raise PackingError("A plan needs a tokenizer, but `model_name_or_path` is not set. Give a hub id or a folder.")
+    name = resolve_model(model_args.model_name_or_path)
+    check_model_name(name)
+    samples, _ = load_samples(script_args, dataset_args, training_args)
+    if not isinstance(samples, Dataset):
+        raise PackingError("A stream is planned while it is read. Set `dataset_streaming: false` to plan it here.")
+    origin = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
+    with model_errors(name):
+        config = AutoConfig.from_pretrained(name, **origin)
+        tokenizer = AutoProcessor.from_pretrained(name, **origin)
+        prepared = _prepare(config, tokenizer, samples, training_args)
+    plan = TrainPlan(prepared, training_args, RowCost.from_config(config.get_text_config()))
+    sampler = plan.sampler(num_ranks=num_ranks, rank=0)
+    return PlanReport.from_plan(
+        sampler.plan(0),
+        batch_size=training_args.per_device_train_batch_size,
+        rows_per_step=num_ranks * training_args.gradient_accumulation_steps,
+        sampler=sampler,
+        lengths=plan.samples.lengths,
+        max_length=training_args.max_length,
+        num_epochs=training_args.num_train_epochs,
+        max_steps=training_args.max_steps,
+        learning_rate=training_args.learning_rate,
+    )
+
+
+def _prepare(config: PretrainedConfig, tokenizer: Any, samples: Dataset, args: PackedSFTConfig) -> Dataset:
+    if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return samples
+    try:
+        _Preparation(model=_Settings(config), args=args, train_dataset=samples, processing_class=tokenizer)
+    except _PreparedError as prepared:
+        return prepared.dataset
+    raise PackingError("TRL prepares this data set while it trains, so there is nothing to plan before.")
+
+
+class _PreparedError(Exception):
+    """The way out of the trainer's constructor, before it wants a model with weights."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+
+class _Preparation(PackedSFTTrainer):
+    """TRL's handling of tokens, templates and labels lives in its trainer's constructor, so that is what runs."""
+
+    def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
+        # The training set comes first.
+        raise _PreparedError(super()._prepare_dataset(*args, **kwargs))
+
+
+class _Settings(nn.Module):
+    """What the preparation reads and sets on a model: everything but weights."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.generation_config = GenerationConfig()
+        self.vocab_size = config.get_text_config().vocab_size
+
+    def can_generate(self) -> bool:
+        return True
+
+    def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> None:
+        """Take the size that the embeddings get when a chat template brings tokens of its own."""
+        multiple = pad_to_multiple_of or 1
+        self.vocab_size = -(-new_num_tokens // multiple) * multiple
