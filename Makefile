@@ -20,14 +20,56 @@ $(BIN)/.ready: pyproject.toml constraints.txt
 
 setup: $(BIN)/.ready  ## create .venv and install everything pinned
 
-quickstart: $(BIN)/.ready  ## fine-tune a real small model on CPU, offline after installation
-	$(BIN)/accelerate launch --num_processes 1 --cpu recipes/sft.py --config quickstart.yaml
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu
+
+quickstart: $(BIN)/.ready  ## fine-tune a real small model on CPU, then two tiny hybrids
+	rm -rf runs/quickstart runs/quickstart_qwen3next runs/quickstart_bamba
+	$(LAUNCH) recipes/sft.py --config quickstart.yaml
+	$(BIN)/python -m trl_packing.quickstart.probe runs/quickstart
+	$(LAUNCH) recipes/sft.py --config quickstart_qwen3next.yaml
+	$(LAUNCH) recipes/sft.py --config quickstart_bamba.yaml
 
 test: $(BIN)/.ready lint  ## all tests but gpu, audit and kernels
 	$(BIN)/python -m pytest -m "not gpu and not audit and not kernels and not network"
 
 test-fast: $(BIN)/.ready  ## the fast tier
 	$(BIN)/python -m pytest -m "not gpu and not audit and not kernels and not network and not slow"
+
+# The fast tier at the oldest transformers, and at the newest, for which no usable kernels exists. See _compat.py.
+COMPAT := .compat/5.20.2 .compat/5.24.0
+
+.compat/%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -v -e '^transformers==' -e '^kernels==' -e '^huggingface_hub==' -e '^tokenizers==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --upgrade "pip<26.2"
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[quickstart,plots]' pytest "transformers==$*"
+	touch $@
+
+test-compat: $(addsuffix /.ready,$(COMPAT))  ## the fast tier at the other transformers versions
+	for folder in $(COMPAT); do \
+	  $$folder/bin/python -m pytest -q -m "not gpu and not audit and not kernels and not network and not slow" || exit 1; \
+	done
+
+# Triton and flash-linear-attention stay out of .venv: with them installed, stock hybrids crash on a CPU.
+KERNELS := .compat/kernels
+$(KERNELS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/bin/python -m pip install --quiet --upgrade "pip<26.2"
+	$(KERNELS)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(KERNELS)/bin/python -m pip install --quiet -c constraints.txt -e . pytest triton==3.7.1 einops
+	$(KERNELS)/bin/python -m pip install --quiet --no-deps flash-linear-attention==0.6.0 fla-core==0.6.0
+	touch $@
+
+test-kernels: $(KERNELS)/.ready  ## the real Triton kernels in the interpreter, in an environment of their own
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -m kernels
+
+audit: $(BIN)/.ready  ## every causal LM architecture of transformers, exact or refused
+	$(BIN)/python benchmarks/audit.py
+
+bench: $(BIN)/.ready  ## all benchmarks, small
+	cd benchmarks && ../$(BIN)/python packers.py && ../$(BIN)/python collators.py && ../$(BIN)/python balance.py \
+	  && ../$(BIN)/python ops.py && ../$(BIN)/python throughput.py --rounds 1 --tokens 8192
 
 lint: $(BIN)/.ready  ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

@@ -50,9 +50,13 @@ def show(title: str, rows: list[dict[str, Any]], json_path: str | None, notes: s
 
 
 def _text(value: Any) -> str:
-    return f"{value:,.3g}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}" if isinstance(
-        value, float
-    ) else str(value)
+    return (
+        f"{value:,.3g}"
+        if isinstance(value, float) and abs(value) < 100
+        else f"{value:,.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def _processor() -> str:
@@ -60,4 +64,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )

@@ -169,7 +169,9 @@ def table(results: dict[tuple[str, int], list[dict[str, Any]]]) -> list[dict[str
                 "row": row,
                 "tokens/s": numbers["tokens_per_second"],
                 "x TRL padded": numbers["tokens_per_second"] / padded,
-                "x TRL bfd": numbers["tokens_per_second"] / stock["tokens_per_second"] if variant != "TRL padded" else "",
+                "x TRL bfd": numbers["tokens_per_second"] / stock["tokens_per_second"]
+                if variant != "TRL padded"
+                else "",
                 "peak MiB": numbers["peak_mib"],
                 "x its peak": numbers["peak_mib"] / stock["peak_mib"] if variant != "TRL padded" else "",
                 "loss difference": f"{same:.1e}" if variant == "ours, bfd rows" else "",

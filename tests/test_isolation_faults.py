@@ -292,6 +292,32 @@ def test_noise_of_experts_does_not_hide_a_leak_behind_them():
     assert [leak.name for leak in report.layers] == ["model.layers.6.self_attn"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rounding_of_another_row_length_is_no_difference_from_alone(dtype):
+    model = tiny_model("llama", dtype=dtype, num_hidden_layers=12)
+
+    def round_by_length(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return (output.float() * (1 + torch.finfo(dtype).eps * (output.shape[1] % 2 - 0.5))).to(dtype)
+
+    for layer in model.model.layers:
+        layer.register_forward_hook(round_by_length)
+    report = check_isolation(model, lengths=(67, 1, 38, 71))
+    assert report.ok, report.to_text()
+    assert report.probe("alone").effect > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_positions_that_go_on_through_the_row_differ_from_alone(dtype):
+    model = tiny_model("gpt2", dtype=dtype)
+    positions = torch.arange(256)
+    model.transformer.wpe.register_forward_pre_hook(lambda module, args: (positions[None, : args[0].shape[-1]],))
+    report = check_isolation(model)
+    assert report.probe("perturbation").status == report.probe("gradient").status == "passed"
+    assert report.probe("alone").status == "failed"
+    with pytest.raises(LeakError, match="Positions"):
+        report.raise_if_leaking()
+
+
 def test_experts_that_read_the_row_are_a_leak():
     model = tiny_model("qwen3_moe")
 

@@ -83,6 +83,13 @@ def test_auto_leaves_routers_and_experts_alone(model_type: str) -> None:
     assert not [name for name in names if "shared_expert_gate" in name]
 
 
+def test_auto_leaves_experts_of_an_older_layout_alone() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(64, 64)])
+    peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=safe_lora_targets(model)))
+    assert not [name for name in peft_model.base_model.targeted_module_names if "experts" in name]
+
+
 def test_auto_endings_match_the_chosen_modules_only() -> None:
     # A vision tower with the names of the text model, as the hub checkpoints of Qwen3.5 and Gemma have it.
     model = tiny_model("gemma3")

@@ -105,7 +105,7 @@ def test_shuffled_rows_are_full_and_of_random_composition():
 
 
 def test_long_rows_do_not_collect_the_short_samples():
-    # Plain best fit closes long rows with every short sample that comes: 1.22 here.
+    # Plain best fit closes long rows with every short sample that comes: 1.28 here.
     rng = np.random.default_rng(0)
     medians, sigmas = np.array([[120, 900, 3_000], [0.8, 0.7, 0.6]])[:, rng.choice(3, 40_000, p=[0.5, 0.35, 0.15])]
     lengths = np.clip(medians * np.exp(sigmas * rng.normal(size=40_000)), 8, 16_384).astype(np.int64)

@@ -81,12 +81,12 @@ class Boundaries:
     def __post_init__(self) -> None:
         if not self.lengths:
             raise PackingError("A packed row needs at least one segment, but `lengths` is empty.")
-        for index, length in enumerate(self.lengths):
-            if length < 1:
-                raise PackingError(
-                    f"Every segment needs at least 1 token, but `lengths[{index}]` is {length}. Drop empty samples "
-                    "before packing, for example with `dataset.filter`."
-                )
+        if min(self.lengths) < 1:
+            index, length = next((index, length) for index, length in enumerate(self.lengths) if length < 1)
+            raise PackingError(
+                f"Every segment needs at least 1 token, but `lengths[{index}]` is {length}. Drop empty samples before "
+                "packing, for example with `dataset.filter`."
+            )
         if self.num_alignment_tokens not in (0, self.lengths[-1]):
             raise PackingError(
                 f"The alignment segment is the last one, of {self.lengths[-1]} tokens, but `num_alignment_tokens` is "

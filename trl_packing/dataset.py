@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import datasets
@@ -93,32 +92,52 @@ class FragmentDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """
 
     def __init__(self, dataset: Dataset, fragments: _Ints) -> None:
-        columns = [name for name in ("input_ids", "labels", "seq_lengths") if name in dataset.column_names]
-        self.dataset = dataset.select_columns(columns).with_format("arrow")
+        self.dataset = dataset
         self.fragments = fragments
+        self._columns: dict[str, _ListColumn] | None = None
 
     def __len__(self) -> int:
         return len(self.fragments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process maps the files again instead of getting the tokens through a pipe.
+        return {**self.__dict__, "_columns": None}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Read several fragments. Each is a dict of numpy views and its number under `fragment`."""
-        if not indices:
-            return []
-        fragments = self.fragments[np.asarray(indices)]
-        table: pa.Table = self.dataset[fragments[:, 0].tolist()]
-        columns = {name: _list_arrays(table.column(name)) for name in table.column_names}
+        if self._columns is None:
+            names = [name for name in ("input_ids", "labels", "seq_lengths") if name in self.dataset.column_names]
+            self._columns = {name: _ListColumn(self.dataset, name) for name in names}
         samples = []
-        for row, (index, (_, start, length)) in enumerate(zip(indices, fragments.tolist(), strict=True)):
-            sample = {
-                name: arrays[row][start : start + length] for name, arrays in columns.items() if name != "seq_lengths"
-            }
-            if "seq_lengths" in columns:
-                sample["seq_lengths"] = columns["seq_lengths"][row]
-            samples.append({**sample, "fragment": index})
+        for index, (sample, start, length) in zip(indices, self.fragments[list(indices)].tolist(), strict=True):
+            fragment: dict[str, Any] = {"fragment": index}
+            for name, column in self._columns.items():
+                values = column[sample]
+                # Packed samples are never cut.
+                fragment[name] = values if name == "seq_lengths" else values[start : start + length]
+            samples.append(fragment)
         return samples
+
+
+class _ListColumn:
+    """A list column as numpy views of its Arrow buffers, through the index mapping of shuffled or filtered data sets."""
+
+    def __init__(self, dataset: Dataset, name: str) -> None:
+        chunks = [chunk for chunk in dataset.data.column(name).chunks if len(chunk)]
+        self.ends = np.cumsum([len(chunk) for chunk in chunks])
+        self.values = [chunk.values.to_numpy(zero_copy_only=False) for chunk in chunks]
+        self.offsets = [chunk.offsets.to_numpy(zero_copy_only=False) for chunk in chunks]
+        self.indices = None if dataset._indices is None else dataset._indices.column(0).to_numpy()
+
+    def __getitem__(self, sample: int) -> np.ndarray[Any, Any]:
+        row = sample if self.indices is None else int(self.indices[sample])
+        chunk = 0 if len(self.values) == 1 else int(np.searchsorted(self.ends, row, side="right"))
+        offsets = self.offsets[chunk]
+        row -= int(self.ends[chunk]) - (len(offsets) - 1)
+        return self.values[chunk][offsets[row] : offsets[row + 1]]  # type: ignore[no-any-return]
 
 
 def drop_masked_tokens(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
@@ -187,16 +206,6 @@ def _scan(dataset: Dataset, column: str) -> Iterator[tuple[int, np.ndarray[Any, 
     for begin in datasets.utils.tqdm(steps, desc="Reading labels", disable=len(steps) < 20):
         chunk = table[begin : begin + _SCAN_BATCH].column(column)
         yield begin, chunk.combine_chunks().flatten().to_numpy(zero_copy_only=False)
-
-
-def _list_arrays(column: pa.ChunkedArray) -> list[np.ndarray[Any, Any]]:
-    """One numpy view per list of a column, without a copy."""
-    arrays = []
-    for chunk in column.chunks:
-        values = chunk.values.to_numpy(zero_copy_only=False)
-        offsets = chunk.offsets.to_numpy(zero_copy_only=False)
-        arrays += [values[start:stop] for start, stop in pairwise(offsets)]
-    return arrays
 
 
 def _check_seq_lengths(dataset: Dataset, lengths: _Ints, max_length: int | None) -> None:

@@ -82,10 +82,8 @@ def _reads_in_training(read: WeightRead, hooked: dict[tuple[str, str], HookedFun
     if function is not None:
         # A fused path without its kernel returns nothing, and the layer goes on to call the projection.
         return function.kernel is not None or function.upstream.role != "fused"
-    if _is_our_dispatcher(vars(sys.modules[read.file]).get(read.function)):
-        # It passes over the fused path where a projection is frozen, as one under an adapter is.
-        return False
-    return True
+    # Our dispatcher passes over the fused path where a projection is frozen, as one under an adapter is.
+    return not _is_our_dispatcher(vars(sys.modules[read.file]).get(read.function))
 
 
 def _is_our_dispatcher(function: Any) -> bool:

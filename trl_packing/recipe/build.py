@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoProcessor
 from trl import DatasetMixtureConfig, ModelConfig, get_quantization_config
+from trl.data_utils import is_conversational, is_conversational_from_value
 
 from .. import _compat
 from ..config import PackedSFTConfig
@@ -96,6 +98,7 @@ def build_sft(
             args=training_args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
+            processing_class=load_tokenizer(name, train_dataset, training_args, model_args.model_revision),
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
@@ -122,6 +125,52 @@ def load_samples(
         script_args = replace(script_args, dataset_name=resolve_dataset(script_args.dataset_name))
     entries = [replace(entry, path=resolve_dataset(entry.path)) for entry in dataset_args.datasets]
     return load_data(script_args, replace(dataset_args, datasets=entries), training_args)
+
+
+def load_tokenizer(name: str, samples: Any, args: PackedSFTConfig, revision: str | None = None) -> Any:
+    """
+    Load a model's tokenizer or processor, and check that it has what the samples need before weights are loaded.
+
+    Args:
+        name (`str`):
+            Hub id or folder.
+        samples (`Dataset` or `IterableDataset`):
+            The training set.
+        args ([`PackedSFTConfig`]):
+            The run's settings.
+        revision (`str`, *optional*):
+            Of the model.
+
+    Returns:
+        `PreTrainedTokenizerBase` or `ProcessorMixin`: As TRL loads it.
+
+    Raises:
+        [`PackingError`]: If a chat template, an end-of-sequence token or a pad token is needed and missing.
+    """
+    template = args.chat_template_path
+    if template and not Path(template).exists() and (looks_local(template) or template.endswith((".jinja", ".j2"))):
+        raise PackingError(
+            f"`chat_template_path` is {template}, which does not exist. Relative paths start at {Path.cwd()}."
+        )
+    processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    sample = next(iter(samples))
+    if is_conversational(sample) or is_conversational_from_value(sample):
+        if template is None and processor.chat_template is None:
+            raise PackingError(
+                f"Conversations need a chat template, but the tokenizer of {name} has none. Set `chat_template_path` to "
+                "a Jinja file or to a model that has one."
+            )
+    elif "input_ids" not in sample and (args.eos_token or tokenizer.eos_token) is None:
+        raise PackingError(
+            f"Every text ends with an end-of-sequence token, but the tokenizer of {name} has none. Set `eos_token`."
+        )
+    # A template's own tokenizer may bring one.
+    if template is None and (args.pad_token or tokenizer.pad_token or args.eos_token or tokenizer.eos_token) is None:
+        raise PackingError(
+            f"The tokenizer of {name} has neither a pad token nor an end-of-sequence token. Set `pad_token`."
+        )
+    return processor
 
 
 def finish_sft(trainer: PackedSFTTrainer, dataset_name: str | None = None) -> None:

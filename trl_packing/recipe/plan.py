@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import AutoConfig, AutoProcessor, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from trl import DatasetMixtureConfig, ModelConfig
 
 from ..config import PackedSFTConfig
@@ -16,7 +16,7 @@ from ..planning import TrainPlan
 from ..quickstart import resolve_model
 from ..report import PlanReport
 from ..trainer import PackedSFTTrainer
-from .build import check_model_name, load_samples, model_errors
+from .build import check_model_name, load_samples, load_tokenizer, model_errors
 from .config import RecipeArguments
 
 
@@ -56,10 +56,10 @@ def plan_sft(
     samples, _ = load_samples(script_args, dataset_args, training_args)
     if not isinstance(samples, Dataset):
         raise PackingError("A stream is planned while it is read. Set `dataset_streaming: false` to plan it here.")
-    origin = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
+    revision = model_args.model_revision
     with model_errors(name):
-        config = AutoConfig.from_pretrained(name, **origin)
-        tokenizer = AutoProcessor.from_pretrained(name, **origin)
+        tokenizer = load_tokenizer(name, samples, training_args, revision)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=training_args.trust_remote_code)
         prepared = _prepare(config, tokenizer, samples, training_args)
     plan = TrainPlan(prepared, training_args, RowCost.from_config(config.get_text_config()))
     sampler = plan.sampler(num_ranks=num_ranks, rank=0)
