@@ -8,8 +8,8 @@ Which architectures train exactly on packed rows: every causal LM class of trans
 Each tiny model gets one packed row with every boundary keyword, once as transformers alone runs it and once with
 `register_ops`. It is judged by three numbers: how far a segment's logits move when another's tokens change, the
 gradient of a segment's logits at another's input embeddings, and the difference to the samples alone. Where they are
-not right with `register_ops`, the model must be refused before the first step: by name, by an error in the forward, or by
-`check_isolation`. If one is not, the exit code is 1. The table and the numbers go to `benchmarks/results`.
+not right with `register_ops`, the model must be refused before the first step: by name, by an error in the forward, or
+by `check_isolation`. If one is not, the exit code is 1. The table and the numbers go to `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -208,6 +209,11 @@ def table(cells: list[Cell]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _plain(cell: Cell) -> dict[str, Any]:
+    numbers = {name: float(f"{value:.3g}") for name, value in asdict(cell).items() if isinstance(value, float)}
+    return {name: value for name, value in asdict(cell).items() if value not in (None, "")} | numbers
+
+
 def main() -> int:
     """Run the audit and write its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -229,9 +235,10 @@ def main() -> int:
     if not args.types:
         args.out.mkdir(parents=True, exist_ok=True)
         versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-        result = {"versions": versions, "lengths": LENGTHS, "cells": [asdict(cell) for cell in cells]}
+        lines = ",\n".join(json.dumps(_plain(cell)) for cell in cells)
+        head = json.dumps({"versions": versions, "lengths": LENGTHS})[:-1]
         name = "audit_fast" if args.fast else "audit"
-        (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (args.out / f"{name}.json").write_text(f'{head}, "cells": [\n{lines}\n]}}\n')
         (args.out / f"{name}.md").write_text(table(cells))
     bad = [cell for cell in cells if cell.operations == "ours" and cell.status in (LEAKING, NUMBERS)]
     for cell in bad:

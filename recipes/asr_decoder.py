@@ -185,7 +185,7 @@ def report(padded: Run, packed: Run, logit_difference: float) -> str:
 def main(arguments: list[str] | None = None) -> tuple[Run, Run]:
     """Train both ways, print the comparison, and return both runs."""
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each run (default: 20)")
+    parser.add_argument("--steps", type=int, default=15, help="optimiser steps of each run (default: 15)")
     parser.add_argument("--batch-size", type=int, default=12, help="clips per step (default: 12)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and clips (default: 0)")
     options = parser.parse_args(arguments)

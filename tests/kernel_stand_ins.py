@@ -3,7 +3,8 @@ Stand-ins for the packages' kernels, for tests of who is called with which keywo
 
 Each has the signature of the real one (flash-linear-attention 0.6, causal-conv1d 1.7, mamba-ssm 2.3), records what it
 got, and computes the segments it was told of. Like the real ones they fail off the GPU, unless a test says that this
-device is one. transformers looks for packages when a modeling file is imported, so models are built from a second copy of it.
+device is one. transformers looks for packages when a modeling file is imported, so models are built from a second copy
+of it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Kernels:
                 "chunk_kda": self._chunk_kda,
                 "fused_recurrent_kda": self._step,
             },
-            "causal_conv1d": {"causal_conv1d_fn": self._causal_conv1d_fn, "causal_conv1d_update": self._step},
+            "causal_conv1d": {"causal_conv1d_fn": self.causal_conv1d_fn, "causal_conv1d_update": self._step},
             "mamba_ssm": {
                 "mamba_chunk_scan_combined": self._mamba_chunk_scan_combined,
                 "mamba_split_conv1d_scan_combined": self._mamba_split_conv1d_scan_combined,
@@ -138,7 +139,7 @@ class Kernels:
         sizes = _sizes(cu_seqlens, q.shape[1])
         return kimi_delta_attention(q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, lengths=sizes)
 
-    def _causal_conv1d_fn(
+    def causal_conv1d_fn(
         self,
         x,
         weight,

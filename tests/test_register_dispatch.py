@@ -23,7 +23,7 @@ from trl_packing.register.dispatch import (
     refuse_unsupported,
     remove_dispatchers,
 )
-from trl_packing.register.inventory import find_hooked_functions
+from trl_packing.register.inventory import _wrapper_of, find_hooked_functions
 
 LENGTHS = (11, 6, 1, 9)
 IDS = token_ids(LENGTHS)
@@ -169,6 +169,27 @@ def test_convolution_of_flash_linear_attention_serves_where_the_package_is_missi
     assert relative_difference(found, wanted) < 1e-5
     offsets = [call["cu_seqlens_cpu"] for _, call in kernels.calls]
     assert all(offset is offsets[0] for offset in offsets)
+
+
+def test_kernel_that_the_kernels_package_has_put_in_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Kernels(monkeypatch)
+    model = build(monkeypatch, "lfm2")
+    file = sys.modules[type(model).__module__]
+    wrapper = _wrapper_of(file.causal_conv1d_fn)
+
+    class Func(nn.Module):
+        kernel_layer_name = "causal_conv1d_fn"
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(*args, **kwargs)
+
+    file.causal_conv1d_fn = Func()
+    # What `kernelize` does.
+    file.causal_conv1d_fn.forward = kernels.causal_conv1d_fn
+    kernels.say_cpu_is_a_gpu()
+    install_dispatchers(model)
+    packed_logits(model, IDS, LENGTHS)
+    assert kernels.names() == ["causal_conv1d_fn"] * 2
 
 
 def test_kernel_without_the_keyword_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:

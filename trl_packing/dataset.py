@@ -192,6 +192,8 @@ def _target_span(dataset: Dataset, lengths: _Ints) -> tuple[_Ints, _Ints]:
         # The first token of a segment has nothing before it to be predicted from.
         is_target[offsets[sizes > 0]] = False
         where = np.flatnonzero(is_target)
+        if not where.size:
+            continue
         sample = np.searchsorted(offsets + sizes, where, side="right")
         found, first_index = np.unique(sample, return_index=True)
         first[begin + found] = where[first_index] - offsets[found]

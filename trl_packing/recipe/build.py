@@ -158,8 +158,8 @@ def load_tokenizer(name: str, samples: Any, args: PackedSFTConfig, revision: str
     if is_conversational(sample) or is_conversational_from_value(sample):
         if template is None and processor.chat_template is None:
             raise PackingError(
-                f"Conversations need a chat template, but the tokenizer of {name} has none. Set `chat_template_path` to "
-                "a Jinja file or to a model that has one."
+                f"Conversations need a chat template, but the tokenizer of {name} has none. Set `chat_template_path` "
+                "to a Jinja file or to a model that has one."
             )
     elif "input_ids" not in sample and (args.eos_token or tokenizer.eos_token) is None:
         raise PackingError(

@@ -50,9 +50,10 @@ class LayerChoice:
         count (`int`):
             Layers of this class in the model.
         function (`str`):
-            The operation, by the package's name.
+            The operation, by the package's name. Empty for a layer without one that we know.
         implementation (`str`):
-            `"kernel"`, `"fla convolution"`, `"torch"` (our operation), or `"unfused"` for a fused path passed over.
+            `"kernel"`, `"fla convolution"`, `"torch"` (our operation), `"unfused"` for a fused path passed over, or
+            `"refused"` where segments would mix.
         reason (`str`):
             Why.
     """
@@ -124,11 +125,12 @@ def describe_layers(model: nn.Module, ops: str = "auto") -> list[LayerChoice]:
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     choices = []
     for layer_class, count, functions in _layers_with_operations(model):
+        layer = layer_class.__name__
+        if layer in UNSUPPORTED and layer_class.__module__.startswith("transformers."):
+            choices.append(LayerChoice(layer, count, "", "refused", UNSUPPORTED[layer]))
         for function in functions:
             if function.upstream.role != "step":
-                implementation, reason = _choice(function, device, ops)
-                name = function.upstream.name
-                choices.append(LayerChoice(layer_class.__name__, count, name, implementation, reason))
+                choices.append(LayerChoice(layer, count, function.upstream.name, *_choice(function, device, ops)))
     return choices
 
 
@@ -145,18 +147,12 @@ def refuse_unsupported(model: nn.Module) -> None:
     Raises:
         [`LeakError`]: If it has such layers. All of them are named at once.
     """
-    found = []
-    for layer_class, count, functions in _layers_with_operations(model):
-        name = layer_class.__name__
-        if name in UNSUPPORTED and layer_class.__module__.startswith("transformers."):
-            found.append(f"{name} ({count} in the model): {UNSUPPORTED[name]}")
-        for function in functions:
-            if function.upstream.role == "unknown":
-                found.append(f"{name} ({count} in the model): `{function.upstream.name}` is unknown to trl_packing")
-    if found:
+    refused = [choice for choice in describe_layers(model) if choice.implementation == "refused"]
+    if refused:
+        reasons = "; ".join(f"{choice.layer} ({choice.count} in the model): {choice.reason}" for choice in refused)
         raise LeakError(
             f"{type(model).__name__} cannot be trained on packed rows, because layers of it mix the segments of a "
-            f"row. {'; '.join(found)}. Train it on padded batches with TRL's own `SFTTrainer`."
+            f"row. {reasons}. Train it on padded batches with TRL's own `SFTTrainer`."
         )
 
 
@@ -175,6 +171,8 @@ def _layers_with_operations(model: nn.Module) -> list[tuple[type, int, list[Hook
 
 def _choice(function: HookedFunction, device: str, ops: str) -> tuple[str, str]:
     upstream, package = function.upstream, function.package
+    if upstream.role == "unknown":
+        return "refused", f"`{upstream.name}` is unknown to trl_packing"
     if device not in kernel_calls.KERNEL_DEVICES:
         obstacle = f"the model is on `{device}`, where `{package}` has no kernels"
     elif ops == "torch":

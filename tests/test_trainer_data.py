@@ -1,0 +1,160 @@
+"""What becomes of samples: cut, split, dropped, masked, and data that other collators get wrong."""
+
+import pytest
+from datasets import Dataset
+from training import as_dataset, byte_tokenizer, conversations, losses, model_of, packed_trainer, settings
+from trl import SFTConfig, SFTTrainer
+
+from trl_packing import PackingError
+
+
+def tokens(*lengths, labels=None):
+    rows = []
+    for number, length in enumerate(lengths):
+        ids = [(number + place) % 100 + 3 for place in range(length)]
+        rows.append({"input_ids": ids, "labels": ids if labels is None else labels[number]})
+    return Dataset.from_list(rows)
+
+
+def rows_of(trainer):
+    return list(trainer.get_train_dataloader())
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_overlong_samples_meet_their_fate_and_are_counted(packing, tmp_path):
+    run = {"packing": packing, "max_length": 4096, "per_device_train_batch_size": 1}
+    lengths = (10, 9000, 20)
+    cut = packed_trainer(tmp_path, tokens(*lengths), **run).plan_report
+    assert (cut.num_cut_samples, cut.num_cut_tokens, cut.num_trained_tokens) == (1, 4904, 4126)
+    split = packed_trainer(tmp_path, tokens(*lengths), overlong="split", **run)
+    assert split.plan_report.num_trained_tokens == 9030
+    assert sorted(split._train_plan.for_epoch(0).lengths.tolist()) == [10, 20, 808, 4096, 4096]
+    for row in rows_of(split):
+        starts = row["cu_seq_lens_q"][:-1].long()
+        assert (row["labels"][0, starts] == -100).all()
+    dropped = packed_trainer(tmp_path, tokens(*lengths), overlong="drop", **run).plan_report
+    assert (dropped.num_dropped_samples, dropped.num_dropped_tokens) == (1, 9000)
+    with pytest.raises(PackingError, match="sample 1 has 9000"):
+        packed_trainer(tmp_path, tokens(*lengths), overlong="error", **run)
+
+
+def test_bfd_split_means_split(tmp_path):
+    trainer = packed_trainer(
+        tmp_path, tokens(10, 300), packing=True, packing_strategy="bfd_split", max_length=100, token_budget=100
+    )
+    assert trainer.plan_report.num_split_samples == 1
+    assert trainer.plan_report.num_trained_tokens == 310
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.filterwarnings("ignore:The `'keep_end'`:FutureWarning")
+def test_keep_end_is_honoured_under_packing(packing, tmp_path):
+    data = tokens(50, 40, 60, labels=[[-100] * 40 + [7] * 10, [-100] * 30 + [8] * 10, [-100] * 45 + [9] * 15])
+    run = {"max_length": 16, "truncation_mode": "keep_end", "max_steps": 1, "per_device_train_batch_size": 3}
+    stock = SFTTrainer(
+        model=model_of("sdpa"),
+        args=SFTConfig(**settings(tmp_path, **run)),
+        train_dataset=data,
+        processing_class=byte_tokenizer(),
+    )
+    stock.train()
+    ours = packed_trainer(tmp_path, data, packing=packing, **run)
+    ours.train()
+    assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
+    assert losses(ours)[0] > 1.0
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_samples_without_a_trained_token_are_dropped_and_counted_in_every_mode(packing, tmp_path, capsys):
+    labels = [[-100] * 5, [-100] * 9 + [5], [6] + [-100] * 3, [-100, 7]]
+    trainer = packed_trainer(tmp_path, tokens(5, 10, 4, 2, labels=labels), packing=packing, max_length=8)
+    assert trainer.plan_report.num_masked_samples == 3
+    assert "masked" in capsys.readouterr().out
+    (row,) = rows_of(trainer)
+    assert row["labels"].tolist() == [[-100, 7]]
+
+
+def test_a_set_with_nothing_to_train_on_is_refused(tmp_path):
+    with pytest.raises(PackingError, match="trained label"):
+        packed_trainer(tmp_path, tokens(3, 3, labels=[[-100] * 3] * 2), packing=True)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_packed_data_is_honoured_or_refused(packing, tmp_path):
+    good = Dataset.from_list([{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "seq_lengths": [1, 3]}] * 2)
+    run = {"packing": packing, "per_device_train_batch_size": 2}
+    (row,) = rows_of(packed_trainer(tmp_path, good, **run))
+    assert row["cu_seq_lens_q"].tolist() == [0, 1, 4, 5, 8]
+    wrong = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [1, 3]}])
+    with pytest.raises(PackingError, match="`seq_lengths` of packed sample 0 add up to 4, but it has 3"):
+        packed_trainer(tmp_path, wrong, **run)
+    with pytest.raises(PackingError, match="packed already and cannot be cut"):
+        packed_trainer(tmp_path, good, max_length=3, **run)
+
+
+def test_holes_in_a_mask_are_refused_with_the_sample(tmp_path):
+    data = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "attention_mask": [1, 0, 1]}])
+    with pytest.raises(PackingError, match="`attention_mask` of sample 0 has zeros in between"):
+        packed_trainer(tmp_path, data)
+
+
+def test_labels_of_another_length_are_refused(tmp_path):
+    data = Dataset.from_list([{"input_ids": [5, 6], "labels": [5, 6]}, {"input_ids": [5, 6], "labels": [5]}])
+    with pytest.raises(PackingError, match="sample 1"):
+        packed_trainer(tmp_path, data)
+
+
+def test_rows_read_from_a_shuffled_and_filtered_set_are_its_own(tmp_path):
+    data = tokens(*range(2, 40)).shuffle(seed=1).filter(lambda sample: len(sample["input_ids"]) % 3)
+    trainer = packed_trainer(tmp_path, data, packing=True, token_budget=64, max_length=64)
+    rows = rows_of(trainer)
+    seen = sorted(
+        tuple(segment.tolist())
+        for row in rows
+        for segment in row["input_ids"][0].split(row["cu_seq_lens_q"].diff().tolist())
+    )
+    assert seen == sorted(tuple(sample["input_ids"]) for sample in data)
+
+
+def test_alignment_stays_inside_the_budget_and_counts_nowhere(tmp_path):
+    run = {"packing": True, "max_length": 100, "token_budget": 128, "num_train_epochs": 1}
+    aligned = packed_trainer(tmp_path, conversations(12), pad_to_multiple_of=16, **run)
+    assert all(row["input_ids"].shape[1] % 16 == 0 for row in rows_of(aligned))
+    assert all(row["input_ids"].shape[1] <= 128 for row in rows_of(aligned))
+    aligned.train()
+    counted = [entry["num_tokens"] for entry in aligned.state.log_history if "loss" in entry][-1]
+    assert counted == aligned.plan_report.num_trained_tokens
+
+
+def test_tied_embeddings_with_trained_tokens_are_refused_in_one_sentence(tmp_path):
+    """TRL's fused head fails on them with an AttributeError, after all preparation."""
+    from peft import LoraConfig
+
+    from trl_packing import PackedSFTConfig, PackedSFTTrainer
+
+    with pytest.raises(PackingError, match="trainable_token_indices"):
+        PackedSFTTrainer(
+            model=model_of(tie_word_embeddings=True),
+            args=PackedSFTConfig(**settings(tmp_path, packing=True)),
+            train_dataset=as_dataset(conversations()),
+            processing_class=byte_tokenizer(),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[257, 258]),
+        )
+
+
+def test_pissa_trains_and_evaluates_the_same_model(tmp_path):
+    from peft import LoraConfig
+
+    from trl_packing import PackedSFTConfig, PackedSFTTrainer
+
+    trainer = PackedSFTTrainer(
+        model=model_of(),
+        args=PackedSFTConfig(**settings(tmp_path, packing=True, token_budget=20_000, max_steps=1)),
+        train_dataset=as_dataset(conversations()),
+        eval_dataset=as_dataset(conversations()),
+        processing_class=byte_tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights="pissa"),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx(before, rel=1e-5)
