@@ -4,9 +4,10 @@ What it costs to lay one row out, beside TRL's and transformers' collators in th
     python benchmarks/collators.py              medians of 15 rounds
     python benchmarks/collators.py --json FILE
 
-A row is filled with samples of `lognormal` lengths. `TRL` gets lists of Python integers, which is its default data format;
-`ours` gets the numpy views that the trainer reads from Arrow, and, for comparison, the same lists. `ours, read and collate`
-also reads the samples from the data set by their numbers in the plan.
+A row is filled with samples of `lognormal` lengths. `TRL` gets lists of Python integers, which is its default data
+format;
+`ours` gets the numpy views that the trainer reads from Arrow, and, for comparison, the same lists. `ours, read and
+collate` also reads the samples from the data set by their numbers in the plan.
 """
 
 from __future__ import annotations

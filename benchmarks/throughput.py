@@ -5,9 +5,10 @@ Training throughput in real tokens per CPU second: TRL padded and packed, beside
     python benchmarks/throughput.py --rounds 1 --tokens 8192
     python benchmarks/throughput.py --json FILE
 
-A Llama of hidden size 256 and 6 layers trains on the `lognormal` distribution. Each measurement is a process of its own
-with one thread; a round runs every variant once, so that a slow minute of the machine hits all of them. For every row size
-TRL and ours train the very same rows, packed by TRL's `bfd`: only the attention differs, and the losses must be equal.
+A Llama of hidden size 256 and 6 layers trains on the `lognormal` distribution. Each measurement is a process of its
+own with one thread; a round runs every variant once, so that a slow minute of the machine hits all of them. For every
+row size TRL and ours train the very same rows, packed by TRL's `bfd`: only the attention differs, and the losses must
+be equal.
 `ours, planned` are our own rows of that size. Peak memory is the process's, less what it had before the first step.
 """
 

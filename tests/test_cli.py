@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from calling import call, sentence
 from launching import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -33,25 +33,6 @@ for words in (["--help"], [], ["configs"], ["cp", "--help"], ["plan", "--help"],
     heavy = {"torch", "transformers", "accelerate", "datasets"} & set(sys.modules)
     assert not heavy, (words, heavy)
 """
-
-
-def call(capsys: Any, *words: str) -> tuple[int, str, str]:
-    """Exit code, results and diagnostics of a command, run in this process."""
-    capsys.readouterr()
-    try:
-        code = cli.main(list(words))
-    except SystemExit as stop:
-        code = stop.code
-    out, err = capsys.readouterr()
-    assert "Traceback" not in err
-    return code, out, err
-
-
-def sentence(err: str) -> str:
-    """The one line that a refusal prints, after the line that names the config."""
-    lines = [line for line in err.splitlines() if not line.startswith("trl_packing: config:")]
-    assert len(lines) == 1, err
-    return lines[0]
 
 
 @pytest.fixture
@@ -180,7 +161,7 @@ def test_accelerate_config_is_ours_or_trls_or_a_path(
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--lerning_rate", "1"], ["`--lerning_rate`", "`learning_rate`"]),
+        ([*CPU, "--lerning_rate", "1"], ["`--lerning_rate`", "`learning_rate`"]),
         (["--config", "quickstart_tinny"], ["'quickstart_tinny'", "'quickstart_tiny'"]),
         (["--config"], ["`--config` needs"]),
         ([*CPU, "llama.yaml"], ["'llama.yaml'"]),
@@ -278,76 +259,6 @@ def test_only_the_launchers_word_is_dropped() -> None:
     stray = "/somewhere/trl/scripts/sft.py"
     assert drop_launcher_word([stray, "--output_dir", stray]) == ["--output_dir", stray]
     assert drop_launcher_word(["--config", "mine/sft.py"]) == ["--config", "mine/sft.py"]
-
-
-# ---- plan
-
-RUN = ["--config", "quickstart_tiny.yaml"]
-
-
-def test_plan_is_the_plan_of_the_run(capsys: Any, tmp_path: Path) -> None:
-    from trl_packing.recipe import build_sft, parse_sft
-
-    words = [*RUN, "--token_budget", "3000", "--max_length", "700", "--output_dir", str(tmp_path / "out")]
-    code, out, err = call(capsys, "plan", *words, "--json")
-    assert code == 0
-    planned = json.loads(out)
-    *settings, _ = parse_sft(words)
-    trained = build_sft(*settings).plan_report.to_dict()
-    assert {name: planned[name] for name in trained if name.startswith("num_")} == {
-        name: trained[name] for name in trained if name.startswith("num_")
-    }
-    for name in ("fill_rate", "padded_tokens", "optimizer_steps", "segments_per_row"):
-        assert planned[name] == trained[name]
-    assert planned["num_cut_tokens"] > 0
-
-
-def test_plan_counts_ranks_and_draws(capsys: Any, tmp_path: Path) -> None:
-    alone = json.loads(call(capsys, "plan", *RUN, "--json")[1])
-    picture = tmp_path / "plan.png"
-    code, out, _ = call(capsys, "plan", *RUN, "--ranks", "2", "--picture", str(picture))
-    assert code == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "2 ranks" in out
-    assert max(map(len, out.splitlines())) <= 100
-    assert alone["optimizer_steps"] == alone["num_rows"]
-
-
-def test_a_config_for_a_gpu_is_planned_without_one(capsys: Any) -> None:
-    assert not torch.cuda.is_available()
-    words = ["--model_name_or_path", "quickstart/tiny-bamba", "--dataset_name", "quickstart/conversations"]
-    code, out, _ = call(capsys, "plan", "--config", "qwen3_5", *words, "--eos_token", "<|im_end|>")
-    assert (code, "packed rows" in out) == (0, True)
-
-
-def test_plan_uses_a_template_of_another_tokenizer(capsys: Any, tmp_path: Path) -> None:
-    from trl_packing.quickstart.tiny import byte_tokenizer
-
-    other = byte_tokenizer()
-    other.add_tokens(["<|new|>"])
-    other.chat_template = "{% for message in messages %}<|new|>{{ message['content'] }}{% endfor %}"
-    other.save_pretrained(tmp_path)
-    words = ["--assistant_only_loss", "false", "--chat_template_path", str(tmp_path), "--json"]
-    plain, templated = (json.loads(call(capsys, "plan", *RUN, *more)[1]) for more in (["--json"], words))
-    assert templated["num_tokens"] < plain["num_tokens"]
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ([*RUN, "--ranks", "0"], ["--ranks", "'0'"]),
-        ([], ["--config"]),
-        ([*RUN, "--dataset_streaming", "true"], ["stream"]),
-        ([*RUN, "--tokenbudget", "9"], ["`token_budget`"]),
-        ([*RUN, "--model_name_or_path", "./nothing"], ["./nothing"]),
-        ([*RUN, "--dataset_name", "./nothing.jsonl"], ["nothing.jsonl"]),
-    ],
-    ids=["ranks", "no_config", "stream", "option", "model", "data"],
-)
-def test_a_wrong_plan_is_refused(words: list[str], parts: list[str], capsys: Any) -> None:
-    code, out, err = call(capsys, "plan", *words)
-    assert (code, out) == (2, "")
-    assert all(part in err for part in parts), err
 
 
 # ---- configs, cp

@@ -413,4 +413,4 @@ def _as_numpy(tensor: torch.Tensor, name: str) -> np.ndarray[Any, Any]:
 
 def _run_lengths(starts: np.ndarray[Any, Any]) -> Sequence[int]:
     where = np.flatnonzero(starts)
-    return np.diff(where, append=starts.size).tolist()  # type: ignore[no-any-return]
+    return np.diff(where, append=starts.size).tolist()

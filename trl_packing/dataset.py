@@ -13,7 +13,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset, IterableDataset
@@ -123,7 +122,8 @@ class FragmentDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class _ListColumn:
-    """A list column as numpy views of its Arrow buffers, through the index mapping of shuffled or filtered data sets."""
+    """A list column as numpy views of its Arrow buffers, through the index mapping of shuffled or filtered data "
+    "sets."""
 
     def __init__(self, dataset: Dataset, name: str) -> None:
         chunks = [chunk for chunk in dataset.data.column(name).chunks if len(chunk)]

@@ -64,7 +64,7 @@ class TrainPlan:
             return plan_packs(
                 self.samples.lengths,
                 self._row_budget,
-                order=self.args.packing_order,
+                order=self.args.packing_order,  # type: ignore[arg-type]
                 seed=self.seed,
                 epoch=epoch,
                 max_segments=self.args.max_segments,
@@ -97,7 +97,7 @@ class TrainPlan:
             num_ranks=num_ranks,
             rank=rank,
             gradient_accumulation_steps=self.args.gradient_accumulation_steps,
-            balance=self.args.balance if self.args.packing else "none",
+            balance=self.args.balance if self.args.packing else "none",  # type: ignore[arg-type]
             row_cost=self.row_cost,
             seed=self.seed,
         )

@@ -12,6 +12,7 @@ segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +118,13 @@ def segment_attention(
         [`PackingError`]: If there is more than one row, or the lengths do not add up to T.
     """
     _check_row(query, key, lengths)
-    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+    }
     # `split` is one autograd node with one concatenation behind it; slicing would fill a row of zeros per segment.
     parts = zip(*(tensor.split(list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([_one_segment(q, k, v, dropout_p=dropout_p, **options) for q, k, v in parts], dim=2)
@@ -209,8 +216,13 @@ def _one_segment(
     explicit = softcap is not None or sinks is not None
     if not windowed and not explicit:
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=query.shape[1] !=
-            key.shape[1]
+            query,
+            key,
+            value,
+            dropout_p=dropout_p,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
     # Whole blocks of queries, each with only the keys it can see.
     block = _QUERY_BLOCK if window is None else max(window, _QUERY_BLOCK // 4)

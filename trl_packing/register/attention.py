@@ -186,7 +186,7 @@ def _packed(
 
 def _layer_span(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
     """Window and chunk size of the layer. Not every model passes them to its attention function."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
     layer_idx = getattr(module, "layer_idx", None)
     layer_type = (

@@ -11,21 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from trl import SFTTrainer
 
 from ..collator import ROW_INFO, RowInfo
 from ..evaluation import FragmentLoss, TokenSums, fragment_losses, token_metrics
 
 
-class TokenLossMixin:
+class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
     """What [`PackedSFTTrainer`] does in place of TRL's `compute_loss` and `log`. Contract: the same numbers."""
 
-    args: Any
-    model: Any
-    accelerator: Any
-    _metrics: Any
     _sums: dict[str, TokenSums]
     _fragment_losses: list[FragmentLoss] | None
-    _total_train_tokens: int
     _logged_at: float
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, seed_worker
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 from trl.data_utils import get_dataset_column_names
 
 from ..collator import PackedCollator, PaddedCollator, RowCollator
@@ -37,10 +37,10 @@ from ..resume import check_resume, last_whole_checkpoint, write_resume_state
 from ..sampler import RankedBatchSampler
 from ..streaming import RowStream
 from .load import load_model, packed_collator, packed_config
-from .loss import TokenLossMixin
+from .loss import TokenLossTrainer
 
 
-class PackedSFTTrainer(TokenLossMixin, SFTTrainer):  # type: ignore[misc]
+class PackedSFTTrainer(TokenLossTrainer):
     """
     Train on packed rows, without padding and without leaks. The signature is that of [`~trl.SFTTrainer`].
 
@@ -112,7 +112,7 @@ class PackedSFTTrainer(TokenLossMixin, SFTTrainer):  # type: ignore[misc]
         for name in ("packing", "padding_free", "eval_packing", "model_init_kwargs"):
             setattr(self.args, name, getattr(args, name))
         refuse_parallelism(self.accelerator.parallelism_config)
-        self._padded_collator = self.data_collator
+        self._padded_collator = vars(self)["data_collator"]
         self.data_collator = data_collator or packed_collator(self.args)
         self.padding_free = True
         # Token sums are normalised by us, whatever the model's own loss accepts.
