@@ -202,8 +202,8 @@ def timed(num_ranks: int) -> dict[str, Any]:
     Run real processes that meet after every micro-step, without and with balance.
 
     More ranks than processor cores hide waiting from the clock: another rank computes meanwhile. So idle comes from
-    the CPU seconds that each rank's row took, the least of three runs. Beside it stands what the slowest ranks took, which is the clock's time
-    with a core for each rank, and the clock.
+    the CPU seconds that each rank's row took, the least of three runs. Beside it stand what the slowest ranks took,
+    which is the clock's time where every rank has a core, and the clock.
     """
     import socket
 
@@ -263,9 +263,9 @@ def main() -> int:
     run = timed(args.timed) if args.timed else {}
     for balance, numbers in run.items():
         print(
-            f"{args.timed} processes, balance {balance}, {numbers['micro_steps']} micro-steps: idle {numbers['idle']:.1%} "
-            f"of CPU seconds, {numbers['slowest_seconds']:.2f} s on the slowest ranks, {numbers['seconds']:.1f} s on the "
-            "clock"
+            f"{args.timed} processes, balance {balance}, {numbers['micro_steps']} micro-steps: "
+            f"idle {numbers['idle']:.1%} of CPU seconds, {numbers['slowest_seconds']:.2f} s on the slowest ranks, "
+            f"{numbers['seconds']:.1f} s on the clock"
         )
     if run and run["cost"]["idle"] >= run["none"]["idle"]:
         broken.append("the timed run")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from calling import call, sentence
 from launching import run
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trl_packing import cli
 from trl_packing.errors import UnsupportedVersionError
@@ -218,10 +218,10 @@ def test_the_exit_code_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, capsy
         code, _, err = call(capsys, "sft", *CPU)
         return code, err
 
-    failure = SimpleNamespace(exitcode=1, timestamp=0, message="", error_file="", local_rank=0, pid=1)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file="")
     assert fail_with(subprocess.CalledProcessError(2, "python")) == (2, "")
     assert fail_with(subprocess.CalledProcessError(-9, "python")) == (1, "")
-    assert fail_with(ChildFailedError("python", {0: failure})) == (1, "")  # type: ignore[dict-item]
+    assert fail_with(ChildFailedError("python", {0: failure})) == (2, "")
     code, err = fail_with(ValueError("You need to use at least 2 processes"))
     assert (code, "at least 2 processes" in sentence(err)) == (2, True)
     code, err = fail_with(ImportError("DeepSpeed is not installed"))
@@ -312,7 +312,7 @@ def test_cp_copies_here_and_never_overwrites(
 
 @pytest.mark.parametrize(
     ("words", "part"),
-    [(["lama"], "`llama.yaml`"), (["llama", "no/such/folder/x.yaml"], "cannot be written"), ([], "NAME")],
+    [(["lama"], "Did you mean `llama`?"), (["llama", "no/such/folder/x.yaml"], "cannot be written"), ([], "NAME")],
     ids=["unknown", "folder", "nothing"],
 )
 def test_cp_says_what_is_wrong(words: list[str], part: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -360,7 +360,7 @@ def _find_source(name: str) -> Path:
     for candidate in (name, f"{name}.yaml", f"{name}.py", f"accelerate/{name}", f"accelerate/{name}.yaml"):
         if candidate in sources:
             return sources[candidate]
-    guess = nearest(name, sources)
+    guess = nearest(name, [*sources, *(Path(source).stem for source in sources)])
     hint = f" Did you mean `{guess}`?" if guess else ""
     raise PackingError(f"There is nothing called {name!r} to copy.{hint} Known: {', '.join(sources)}.")
 

@@ -17,6 +17,7 @@ from .. import _compat
 from ..config import PackedSFTConfig
 from ..errors import LeakError, MissingDependencyError, PackingError
 from ..quickstart import resolve_dataset, resolve_model
+from ..resume import last_whole_checkpoint
 from ..trainer import PackedSFTTrainer
 from .config import LaunchOptions, RecipeArguments, build_lora, parse_recipe
 from .data import load_data
@@ -50,6 +51,11 @@ def parse_sft(
     _compat.check_versions()
     parsed = parse_recipe(argv, dataclass_types=RUN_TYPES, recipe_file=recipe_file, prog=prog)
     script, training, model, data, launch = parsed
+    # On the command line the words come as text, which would be the name of a folder.
+    words = {"true": True, "false": None}
+    training.resume_from_checkpoint = words.get(
+        str(training.resume_from_checkpoint).lower(), training.resume_from_checkpoint
+    )
     return script, training, model, data, launch
 
 
@@ -194,19 +200,24 @@ def finish_sft(trainer: PackedSFTTrainer, dataset_name: str | None = None) -> No
 
 def check_output_dir(args: PackedSFTConfig) -> None:
     """
-    Refuse to write over another run.
+    Refuse to write over another run, and to resume from nothing.
 
     Args:
         args ([`PackedSFTConfig`]):
             The run's settings.
 
     Raises:
-        [`PackingError`]: If `output_dir` holds a run or a file is in its place, and the run does not resume.
+        [`PackingError`]: If `output_dir` holds a run or a file is in its place, and the run does not resume; or if there
+            is no checkpoint where it resumes.
     """
-    folder = Path(args.output_dir)
+    folder, resume = Path(args.output_dir), args.resume_from_checkpoint
     if folder.exists() and not folder.is_dir():
         raise PackingError(f"`output_dir` is {folder}, which is a file. Name a folder.")
-    if args.resume_from_checkpoint or not folder.is_dir():
+    if resume is True:
+        last_whole_checkpoint(folder)
+    elif resume and not Path(resume).is_dir():
+        raise PackingError(f"`resume_from_checkpoint` is {resume}, which is no folder. Name a checkpoint, or `true`.")
+    if resume or not folder.is_dir():
         return
     found = [path.name for path in folder.iterdir() if path.name in _RUN_FILES or path.name.startswith("checkpoint-")]
     if found:

@@ -59,6 +59,7 @@ class PackedSFTTrainer(TokenLossTrainer):
         [`LeakError`]: By `train`, before step 1, if segments influence one another on this model.
     """
 
+    data_collator: Any
     _tag_names: ClassVar[list[str]] = ["trl", "sft", "trl_packing"]
 
     def __init__(
@@ -112,7 +113,7 @@ class PackedSFTTrainer(TokenLossTrainer):
         for name in ("packing", "padding_free", "eval_packing", "model_init_kwargs"):
             setattr(self.args, name, getattr(args, name))
         refuse_parallelism(self.accelerator.parallelism_config)
-        self._padded_collator = vars(self)["data_collator"]
+        self._padded_collator = self.data_collator
         self.data_collator = data_collator or packed_collator(self.args)
         self.padding_free = True
         # Token sums are normalised by us, whatever the model's own loss accepts.
