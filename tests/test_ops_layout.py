@@ -28,7 +28,7 @@ def _draws() -> list[tuple[tuple[int, ...], int]]:
 
 def test_the_row_drawn_in_the_docstring():
     layout = _layout((9, 2, 3), 4)
-    assert layout.waves == (2, 1, 1)
+    assert layout.waves == [2, 1, 1]
     assert layout.segments.tolist() == [[0, 0, 0, 0], [1, 1, -1, -1], [0, 0, 0, 0], [0, 2, 2, 2]]
     assert layout.continues.tolist() == [[False] * 4, [False] * 4, [True] * 4, [True, False, False, False]]
 

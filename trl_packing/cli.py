@@ -102,7 +102,7 @@ def merge_commands(theirs: Sequence[Any]) -> list[Any]:
 @contextlib.contextmanager
 def _our_commands_added() -> Iterator[Any]:
     # `trl.cli` has a function of this name, which hides the module.
-    trl_main = importlib.import_module("trl.cli.main")
+    trl_main: Any = importlib.import_module("trl.cli.main")
     get_commands, build_parser = trl_main.get_commands, trl_main._build_parser
 
     def build_ours(commands: list[Any]) -> ArgumentParser:
@@ -289,7 +289,7 @@ def _configs(words: list[str]) -> int:
         _print(json.dumps(entries, indent=2))
         return 0
     width = 2 + max(len(name) for configs in groups.values() for name in configs)
-    lines = []
+    lines: list[str] = []
     for option, configs in groups.items():
         lines += [*([""] if lines else []), f"{option} NAME"]
         for name, path in configs.items():

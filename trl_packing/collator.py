@@ -13,7 +13,7 @@ Shapes: T tokens in the row, N segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,8 @@ class PackedCollator:
             Most tokens in a row, alignment included.
         max_segments (`int`, *optional*):
             Give every row the same shape: `token_budget` tokens and `max_segments + 2` offsets, of which the tail
-            repeats the last. Needs `token_budget`.
+            repeats the last. `max_length_q` is rounded up to the budget or 1/2, 1/4 or 1/8 of it. Needs
+            `token_budget`.
         position_ids_start (`int`, *optional*, defaults to `0`):
             Position of each segment's first token.
         host_offsets (`bool`, *optional*, defaults to `False`):
@@ -130,7 +131,12 @@ class PackedCollator:
             )
         aligned = boundaries.aligned_to(self.token_budget)
         # One offset more than segments, and one segment more for the alignment tail.
-        return Boundaries(aligned.lengths, aligned.num_alignment_tokens, num_offsets=self.max_segments + 2)
+        return Boundaries(
+            aligned.lengths,
+            aligned.num_alignment_tokens,
+            num_offsets=self.max_segments + 2,
+            max_seqlen=_length_bucket(max(aligned.lengths), self.token_budget),
+        )
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,8 @@ class RowInfo:
             Real tokens.
         num_segments (`int`):
             Segments of real tokens.
+        target_positions (`np.ndarray`, *optional*):
+            int64 `[num_targets]`: where `labels[:, 1:]`, flattened, is not -100.
     """
 
     boundaries: Boundaries | None
@@ -156,6 +164,7 @@ class RowInfo:
     num_targets: int
     num_tokens: int
     num_segments: int
+    target_positions: _Ints | None = field(default=None, repr=False, compare=False)
 
 
 ROW_INFO = "row_info"
@@ -176,12 +185,15 @@ class RowCollator:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         row, boundaries = self.collator.pack(samples or _FILLER)
+        # The first token of a row is never predicted.
+        targets = _target_positions(row["labels"][:, 1:])
         info = RowInfo(
             boundaries=boundaries,
             fragments=tuple(sample["fragment"] for sample in samples),
-            num_targets=_count_targets(row["labels"]),
+            num_targets=targets.size,
             num_tokens=boundaries.num_real_tokens if samples else 0,
             num_segments=(boundaries.num_segments - bool(boundaries.num_alignment_tokens)) if samples else 0,
+            target_positions=targets,
         )
         return {**row, ROW_INFO: info}
 
@@ -200,18 +212,25 @@ class PaddedCollator:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = self.collator(list(samples or _FILLER))
+        targets = _target_positions(batch["labels"][:, 1:])
         info = RowInfo(
             boundaries=None,
             fragments=tuple(sample["fragment"] for sample in samples),
-            num_targets=_count_targets(batch["labels"][:, 1:]),
+            num_targets=targets.size,
             num_tokens=int(batch["attention_mask"].sum()) if samples else 0,
             num_segments=len(samples),
+            target_positions=targets,
         )
         return {**batch, ROW_INFO: info}
 
 
-def _count_targets(labels: torch.Tensor) -> int:
-    return int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
+def _target_positions(labels: torch.Tensor) -> _Ints:
+    return np.flatnonzero(labels.numpy() != IGNORE_INDEX)
+
+
+def _length_bucket(longest: int, token_budget: int) -> int:
+    """The budget halved as often as the longest segment allows, three times at most: few values, few graphs."""
+    return next(bound for part in (8, 4, 2, 1) if (bound := -(-token_budget // part)) >= longest)
 
 
 @dataclass

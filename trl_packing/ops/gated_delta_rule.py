@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from ..errors import PackingError
 from .layout import ChunkLayout, chunk_layout, computation_dtype, cumsum_in_segments, exp_where, without_autocast
+from .walk import delta_walk
 
 _NORM_EPS = 1e-6
 
@@ -180,22 +181,10 @@ def delta_rule_over_waves(
     """
     solved = torch.linalg.solve_triangular(system, torch.cat([v_beta, reads], dim=-1), upper=False, unitriangular=True)
     values, reads = solved.split([v_beta.shape[-1], reads.shape[-1]], dim=-1)
-    # Split, not index: the backward pass of n slices of one tensor fills n tensors of its size.
-    waves = zip(*(tensor.split(layout.waves) for tensor in (values, reads, queries, writes, carries)), strict=True)
-    updates, from_states = [], []
-    state: torch.Tensor | None = None
-    for (value, read, query, write, carry), num_next in zip(waves, (*layout.waves[1:], 0), strict=True):
-        if state is not None:
-            value = value - read @ state
-            from_states.append(query @ state)
-        updates.append(value)
-        if num_next:
-            written = write[:num_next].mT @ value[:num_next]
-            state = written if state is None else written + state[:num_next] * carry[:num_next]
-    output = scores @ torch.cat(updates)
-    if from_states:
-        output = output + F.pad(torch.cat(from_states), (0, 0, 0, 0, 0, 0, layout.waves[0], 0))
-    return output
+    first = layout.num_first
+    writes, carries = layout.handing_on(writes), layout.handing_on(carries)
+    updates, states = delta_walk(values, reads[first:], writes, carries, layout.waves)
+    return scores @ updates + F.pad(queries[first:] @ states, (0, 0, 0, 0, 0, 0, first, 0))
 
 
 def prepare_query_key(

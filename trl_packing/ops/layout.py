@@ -46,8 +46,9 @@ class ChunkLayout:
             Integer of shape `[M, C]`: the segment number of each slot, -1 for pads.
         continues (`torch.Tensor`):
             Bool of shape `[M, C]`: whether the slot belongs to the segment whose state the chunk takes over.
-        waves (`tuple[int, ...]`):
-            Chunks per wave, never increasing. Chunk `r` of a wave takes over from chunk `r` of the wave before.
+        waves (`list[int]`):
+            Chunks per wave, never increasing. Chunk `r` of a wave takes over from chunk `r` of the wave before. Empty
+            means that every chunk is a wave of its own.
         total_tokens (`int`):
             Tokens in the row, T.
         slots (`torch.Tensor`, *optional*):
@@ -56,7 +57,7 @@ class ChunkLayout:
 
     segments: torch.Tensor
     continues: torch.Tensor
-    waves: tuple[int, ...]
+    waves: list[int]
     total_tokens: int
     slots: torch.Tensor | None = None
 
@@ -69,6 +70,19 @@ class ChunkLayout:
     def hands_over(self) -> torch.Tensor:
         """Bool of shape `[M, C]`: whether the slot belongs to the segment whose state the chunk hands on."""
         return self.segments == self.segments[:, -1:]
+
+    @property
+    def num_first(self) -> int:
+        """Chunks of the first wave: those that take over no state."""
+        return self.waves[0] if self.waves else 1
+
+    def handing_on(self, chunks: torch.Tensor) -> torch.Tensor:
+        """Select from `[M, ...]` the chunks that hand a state on. The i-th of them hands it to chunk `num_first + i`."""
+        if not self.waves:
+            return chunks[:-1]
+        # Split, not index: the backward pass of n slices of one tensor fills n tensors of its size.
+        waves = zip(chunks.split(self.waves), self.waves[1:], strict=False)
+        return torch.cat([chunks[:0], *(wave[:num_next] for wave, num_next in waves)])
 
     def to_chunks(self, row: torch.Tensor) -> torch.Tensor:
         """Lay `[1, T, ...]` out as `[M, C, ...]`, zeros at pads."""
@@ -186,7 +200,7 @@ def _layout_in_place(seq_idx: torch.Tensor, num_tokens: int, chunk_size: int) ->
     num_chunks = -(-num_tokens // chunk_size)
     segments = F.pad(seq_idx[0], (0, num_chunks * chunk_size - num_tokens), value=_PAD).view(num_chunks, chunk_size)
     handed_over = F.pad(segments[:-1, -1:], (0, 0, 1, 0), value=_PAD - 1)
-    return ChunkLayout(segments, segments == handed_over, (1,) * num_chunks, num_tokens)
+    return ChunkLayout(segments, segments == handed_over, [], num_tokens)
 
 
 @lru_cache(maxsize=8)
@@ -200,7 +214,7 @@ def _layout_in_waves(lengths: tuple[int, ...], chunk_size: int, device: torch.de
     # The layout outlives this call, and tensors made in inference mode cannot be used in a later backward pass.
     with torch.inference_mode(False):
         tensors = [torch.from_numpy(array).to(device) for array in (segments, continues, slots)]
-    return ChunkLayout(tensors[0], tensors[1], waves, len(slots), tensors[2])
+    return ChunkLayout(tensors[0], tensors[1], list(waves), len(slots), tensors[2])
 
 
 def plan_waves(lengths: tuple[int, ...], chunk_size: int) -> tuple[tuple[int, ...], np.ndarray[Any, Any]]:

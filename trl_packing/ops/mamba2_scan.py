@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ..errors import PackingError
 from .gated_delta_rule import refuse_cache
 from .layout import ChunkLayout, chunk_layout, computation_dtype, cumsum_in_segments, exp_where, without_autocast
+from .walk import carry_states
 
 # Models ask for up to 256 slots, which suits a GPU kernel; the matrix inside a chunk grows with the square of it.
 _MAX_CHUNK_SIZE = 64
@@ -163,35 +164,18 @@ def _chunked(
     since = exp_where(layout.attends[:, None], cumulated[..., :, None] - cumulated[..., None, :])
     scores = (read @ write.mT)[:, :, None] * since.unflatten(1, by_group)  # [M, G, R, Q, Q]
     output = scores.flatten(1, 2) @ moved
-    if len(layout.waves) == 1:
-        return output
 
     since_start = exp_where(layout.continues[:, None], cumulated)
     until_end = exp_where(layout.hands_over[:, None], cumulated[..., -1:] - cumulated)
     # A group's heads share what they read and write, so their states lie side by side: [M, G, N, R, P].
-    states = _states_over_waves(
-        layout,
-        write=write.mT,
-        moved=(moved * until_end[..., None]).unflatten(1, by_group).transpose(2, 3),
-        carries=since_start[..., -1].unflatten(1, by_group)[:, :, None, :, None],
-    )
-    first = layout.waves[0]
+    moved = layout.handing_on(moved * until_end[..., None]).unflatten(1, by_group).transpose(2, 3)
+    written = (layout.handing_on(write).mT @ moved.flatten(3)).unflatten(3, moved.shape[3:])
+    carries = layout.handing_on(since_start[..., -1]).unflatten(1, by_group)[:, :, None, :, None]
+    states = carry_states(written, carries, layout.waves)
+    first = layout.num_first
     from_states = (read[first:] @ states.flatten(3)).unflatten(3, states.shape[3:])  # [M - first, G, Q, R, P]
     from_states = from_states.transpose(2, 3).flatten(1, 2) * since_start[first:, ..., None]
     return output + F.pad(from_states, (0, 0, 0, 0, 0, 0, first, 0))
-
-
-def _states_over_waves(
-    layout: ChunkLayout, *, write: torch.Tensor, moved: torch.Tensor, carries: torch.Tensor
-) -> torch.Tensor:
-    """Give the state that each chunk takes over, for all waves but the first, whose chunks take over none."""
-    states: list[torch.Tensor] = []
-    waves = zip(*(tensor.split(layout.waves) for tensor in (write, moved, carries)), strict=True)
-    for (to_state, values, carry), num_next in zip(waves, layout.waves[1:], strict=False):
-        written = to_state[:num_next] @ values[:num_next].flatten(3)
-        written = written.unflatten(3, values.shape[3:])
-        states.append(written + states[-1][:num_next] * carry[:num_next] if states else written)
-    return torch.cat(states)
 
 
 def _step_sizes(

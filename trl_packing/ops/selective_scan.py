@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 from .gated_delta_rule import refuse_cache
 from .layout import ChunkLayout, chunk_layout, computation_dtype, cumsum_in_segments, exp_where, without_autocast
+from .walk import carry_states
 
-# The walk takes one step per slot of a chunk, for all chunks at once, and one per wave.
+# The scan takes one step per slot of a chunk, for all chunks at once, and one per wave.
 _CHUNK_SIZE = 64
 
 
@@ -137,27 +138,20 @@ def _chunked(
     write: torch.Tensor,
     read: torch.Tensor,
 ) -> torch.Tensor:
-    # The states inside each chunk as if no chunk took over anything: a segment that starts keeps nothing.
+    # First the states inside all chunks at once, slot by slot, as if no chunk took over any. A segment starts from zero.
     segments = layout.segments
-    joined = (segments[:, 1:] == segments[:, :-1])[..., None, None]
-    decays = exp_where(joined, steps[:, 1:, :, None] * A)  # [M, Q - 1, D, N]
-    written = (moved[..., None] * write[:, :, None]).unbind(1)
-    states = [written[0]]
-    for decay, to_state in zip(decays.unbind(1), written[1:], strict=True):
-        states.append(states[-1] * decay + to_state)
-    output = (torch.stack(states, dim=1) @ read[..., None])[..., 0]
-    if len(layout.waves) == 1:
-        return output
+    joined = F.pad(segments[:, 1:] == segments[:, :-1], (1, 0)).T[..., None, None]
+    decays = exp_where(joined, steps.transpose(0, 1)[..., None] * A)  # [Q, M, D, N]
+    written = (moved[..., None] * write[:, :, None]).transpose(0, 1)
+    states = carry_states(written, decays, []).transpose(0, 1)  # [M, Q, D, N]
+    output = (states @ read[..., None])[..., 0]
 
     since_start = cumsum_in_segments(steps.transpose(1, 2), segments).transpose(1, 2)
     since_start = exp_where(layout.continues[..., None, None], since_start[..., None] * A)
-    waves = zip(states[-1].split(layout.waves), since_start[:, -1].split(layout.waves), strict=True)
-    taken_over: list[torch.Tensor] = []
-    for (last, carry), num_next in zip(waves, layout.waves[1:], strict=False):
-        last = last[:num_next]
-        taken_over.append(last + carry[:num_next] * taken_over[-1][:num_next] if taken_over else last)
-    first = layout.waves[0]
-    from_states = (since_start[first:] * torch.cat(taken_over)[:, None]) @ read[first:, ..., None]
+    written, carries = layout.handing_on(states[:, -1]), layout.handing_on(since_start[:, -1])
+    first = layout.num_first
+    taken_over = carry_states(written, carries, layout.waves)
+    from_states = (since_start[first:] * taken_over[:, None]) @ read[first:, ..., None]
     return output + F.pad(from_states[..., 0], (0, 0, 0, 0, first, 0))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -128,7 +129,8 @@ def load_samples(
         [`PackingError`]: If a name, a file, a split or a sample is wrong, in one sentence.
     """
     if script_args.dataset_name is not None:
-        script_args = replace(script_args, dataset_name=resolve_dataset(script_args.dataset_name))
+        script_args = copy.copy(script_args)
+        script_args.dataset_name = resolve_dataset(script_args.dataset_name)
     entries = [replace(entry, path=resolve_dataset(entry.path)) for entry in dataset_args.datasets]
     return load_data(script_args, replace(dataset_args, datasets=entries), training_args)
 
@@ -207,8 +209,8 @@ def check_output_dir(args: PackedSFTConfig) -> None:
             The run's settings.
 
     Raises:
-        [`PackingError`]: If `output_dir` holds a run or a file is in its place, and the run does not resume; or if there
-            is no checkpoint where it resumes.
+        [`PackingError`]: If `output_dir` is a file, or holds a run that this one does not resume, or if there is no
+            checkpoint to resume from.
     """
     folder, resume = Path(args.output_dir), args.resume_from_checkpoint
     if folder.exists() and not folder.is_dir():

@@ -5,23 +5,28 @@ Registered under one name in transformers' `AttentionInterface` and `AttentionMa
 supports attention backends takes `attn_implementation="varlen"`. Boundaries come from the call's keywords only. A row
 that is packed by `position_ids` alone is refused: boundaries are never inferred.
 
+transformers looks at the values of `position_ids` before every forward, to see whether a row is packed. For `varlen`
+and flash attention, which need no mask where nothing is padded, that device read is left out.
+
 Shapes: B batch rows, T tokens in the row, H query heads, HK key and value heads, K head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..boundaries import host_lengths
 from ..errors import PackingError
 from ..ops.attention import naive_attention, segment_attention, split_into_chunks, varlen_attention
+from ..ops.masked_attention import masked_attention
 
 VARLEN = "varlen"
 
@@ -29,16 +34,52 @@ VARLEN = "varlen"
 _UNSUPPORTED = ("position_bias", "head_mask", "attention_bias")
 
 
+_PREPROCESS = "_preprocess_mask_arguments"
+_original_preprocess: Callable[..., Any] | None = None
+
+
 def register_attention() -> None:
     """Register `varlen`. Calling it again changes nothing."""
+    global _original_preprocess
     AttentionInterface.register(VARLEN, varlen_attention_forward)
     AttentionMaskInterface.register(VARLEN, varlen_mask)
+    if _original_preprocess is None:
+        _original_preprocess = getattr(masking_utils, _PREPROCESS)
+        setattr(masking_utils, _PREPROCESS, _without_reading(_original_preprocess))
 
 
 def unregister_attention() -> None:
-    """Take `varlen` out of both registries."""
+    """Take `varlen` out of both registries, and give transformers its own look at positions back."""
+    global _original_preprocess
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(VARLEN, None)
+    if _original_preprocess is not None:
+        setattr(masking_utils, _PREPROCESS, _original_preprocess)
+        _original_preprocess = None
+
+
+def _without_reading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave the segment numbers that `position_ids` imply on the device, where they stand in for a mask of ones."""
+
+    @functools.wraps(original)
+    def preprocess(*args: Any, **kwargs: Any) -> Any:
+        config, inputs_embeds, attention_mask, cache, position_ids = (*args, *[None] * 5)[:5]
+        is_varlen = getattr(config, "_attn_implementation", None) == VARLEN
+        if (
+            attention_mask is not None
+            or cache is not None
+            or position_ids is None
+            or not (is_varlen or masking_utils.is_flash_attention_requested(config))
+        ):
+            return original(*args, **kwargs)
+        early_exit, mask, _, *sizes = original(*args[:4], None, *args[5:], **kwargs)
+        if early_exit or not is_varlen:
+            return early_exit, mask, None, *sizes
+        segments = (torch.diff(position_ids, dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1) + 1
+        segments = segments.expand(inputs_embeds.shape[0], -1)
+        return early_exit, segments, segments, *sizes
+
+    return preprocess
 
 
 def varlen_mask(
@@ -56,16 +97,24 @@ def varlen_mask(
     Build a mask only where one is needed. Signature of `transformers.masking_utils.sdpa_mask`.
 
     Returns:
-        `torch.Tensor` or `None`: `None` where no token is masked, an empty tensor where positions say that the row is
-            packed (the attention then insists on boundaries), else what `sdpa_mask` builds.
+        `torch.Tensor` or `None`: `None` where no token is masked; the segment numbers that positions imply, int64
+            `[B, 1, T]`, where nothing else was passed (the attention then insists on boundaries if there is more than
+            one segment); else what `sdpa_mask` builds.
     """
-    if attention_mask is None and not use_vmap and q_length == kv_length:
-        return None if allow_is_causal_skip else torch.empty(0, device=device, dtype=torch.bool)
+    has_segments = attention_mask is not None and attention_mask.dtype != torch.bool
+    # An overlay that lets tokens see later ones is in no other argument.
+    is_overlaid = use_vmap or getattr(kwargs.get("mask_function"), "__qualname__", "").startswith("or_masks.")
+    if q_length == kv_length and not is_overlaid:
+        if has_segments:
+            assert attention_mask is not None
+            return attention_mask[:, None]
+        if attention_mask is None and allow_is_causal_skip:
+            return None
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        attention_mask=attention_mask,
+        attention_mask=None if has_segments else attention_mask,
         allow_is_causal_skip=allow_is_causal_skip,
         use_vmap=use_vmap,
         device=device,
@@ -129,7 +178,7 @@ def varlen_attention_forward(
     window, chunk = _layer_span(module, sliding_window)
     options: dict[str, Any] = {"scale": scaling, "causal": causal, "window": window}
     if cu_seq_lens_q is not None:
-        if attention_mask is not None and attention_mask.numel():
+        if attention_mask is not None and not _holds_segments(attention_mask):
             raise PackingError(
                 f"{type(module).__name__} got an attention mask beside segment boundaries, and only one of them can "
                 "be right. Remove `attention_mask` from the batch, or overlay masks from the model call."
@@ -137,12 +186,14 @@ def varlen_attention_forward(
         extras = {"softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
         out = _packed(query, key, value, cu_seq_lens_q, max_length_q, cu_seqlens_cpu, chunk, options, extras)
         return out.transpose(1, 2), None
-    if attention_mask is not None and not attention_mask.numel():
-        raise PackingError(
-            f"`position_ids` say that the row is packed, but {type(module).__name__} got no boundaries, and samples "
-            "would mix. Pass all of `Boundaries.to_model_kwargs()`, or check that the model hands its keywords to the "
-            "layers."
-        )
+    if attention_mask is not None and _holds_segments(attention_mask):
+        if bool((attention_mask[..., -1] != 1).any()):
+            raise PackingError(
+                f"`position_ids` say that the row is packed, but {type(module).__name__} got no boundaries, and "
+                "samples would mix. Pass all of `Boundaries.to_model_kwargs()`, or check that the model hands its "
+                "keywords to the layers."
+            )
+        attention_mask = None
     if softcap is not None or s_aux is not None:
         return _masked_explicit(query, key, value, attention_mask, softcap, s_aux, dropout, options), None
     if attention_mask is None and window is not None and window < key.shape[2] and query.shape[2] == key.shape[2]:
@@ -154,6 +205,11 @@ def varlen_attention_forward(
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
+
+
+def _holds_segments(attention_mask: torch.Tensor) -> bool:
+    """Tell the segment numbers of `varlen_mask` from masks, which have 2 or 4 dimensions."""
+    return attention_mask.ndim == 3 and attention_mask.dtype == torch.int64
 
 
 def _packed(
@@ -178,6 +234,8 @@ def _packed(
     if kernel_fits:
         longest = max_seqlen if max_seqlen is not None else query.shape[2]
         return varlen_attention(query, key, value, cu_seqlens, longest, **options)
+    if host_offsets is None and torch.compiler.is_compiling():
+        return masked_attention(query, key, value, cu_seqlens, max_seqlen, chunk=chunk, **options, **extras)
     lengths: Sequence[int] = host_lengths(cu_seqlens, host_offsets)
     if chunk is not None:
         lengths = split_into_chunks(lengths, chunk)

@@ -126,8 +126,9 @@ def describe_layers(model: nn.Module, ops: str = "auto") -> list[LayerChoice]:
     choices = []
     for layer_class, count, functions in _layers_with_operations(model):
         layer = layer_class.__name__
-        if layer in UNSUPPORTED and layer_class.__module__.startswith("transformers."):
-            choices.append(LayerChoice(layer, count, "", "refused", UNSUPPORTED[layer]))
+        for base in layer_class.__mro__:
+            if base.__name__ in UNSUPPORTED and base.__module__.startswith("transformers."):
+                choices.append(LayerChoice(layer, count, "", "refused", UNSUPPORTED[base.__name__]))
         for function in functions:
             if function.upstream.role != "step":
                 choices.append(LayerChoice(layer, count, function.upstream.name, *_choice(function, device, ops)))

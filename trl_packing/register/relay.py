@@ -38,7 +38,8 @@ _patched: dict[tuple[type, str], tuple[_Method | None, _Method]] = {}
 
 def install_relays(model: nn.Module) -> None:
     """Wrap the relays and receivers among the model's classes. Process-wide, like the dispatchers."""
-    for layer_class in {type(layer) for layer in model.modules()}:
+    # Sharding puts a class of its own in front of the model's.
+    for layer_class in {base for layer in model.modules() for base in type(layer).__mro__}:
         if layer_class.__module__.startswith("transformers."):
             if layer_class.__name__ in RELAYS:
                 _patch(layer_class, "forward", _relay)

@@ -33,7 +33,8 @@ def packed_collator(args: PackedSFTConfig) -> PackedCollator:
         pad_to_multiple_of=args.pad_to_multiple_of,
         token_budget=args.resolved_token_budget if fixed else None,
         max_segments=args.max_segments if fixed else None,
-        host_offsets=True,
+        # Python integers are constants of a compiled graph: every row would be compiled anew.
+        host_offsets=not args.torch_compile,
     )
 
 

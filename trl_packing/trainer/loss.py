@@ -15,6 +15,7 @@ from trl import SFTTrainer
 
 from ..collator import ROW_INFO, RowInfo
 from ..evaluation import FragmentLoss, TokenSums, fragment_losses, token_metrics
+from .head import head_positions
 
 
 class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
@@ -23,6 +24,15 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
     _sums: dict[str, TokenSums]
     _fragment_losses: list[FragmentLoss] | None
     _logged_at: float
+    _replaces_nan_losses: bool
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a micro-step. For the log, a loss that is not finite becomes the interval's mean so far."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if not self._replaces_nan_losses:
+            return loss
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(torch.isfinite(loss), loss, mean)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if not batch_samples or ROW_INFO not in batch_samples[0]:
@@ -66,7 +76,9 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
         if self.aux_loss_enabled:
             inputs["output_router_logits"] = True
         logits_inputs = {key: value for key, value in inputs.items() if key != "labels"}
-        outputs, loss_sum, loss = self._loss_sum(model, inputs, logits_inputs, num_items_in_batch)
+        positions = None if info is None or self.args.torch_compile else info.target_positions
+        with head_positions(positions):
+            outputs, loss_sum, loss = self._loss_sum(model, inputs, logits_inputs, num_items_in_batch)
         num_targets = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
         if loss is None:
             # Clamped: a batch without a predicted token has loss 0, not 0 / 0.

@@ -116,6 +116,9 @@ class PackedSFTTrainer(TokenLossTrainer):
         self._padded_collator = self.data_collator
         self.data_collator = data_collator or packed_collator(self.args)
         self.padding_free = True
+        # The Trainer's filter reads the device twice per micro-step; `training_step` does the same without.
+        self._replaces_nan_losses = self.args.logging_nan_inf_filter
+        self.args.logging_nan_inf_filter = False
         # Token sums are normalised by us, whatever the model's own loss accepts.
         self.model_accepts_loss_kwargs = True
         device = self.accelerator.device
