@@ -117,6 +117,11 @@ def test_depth_that_amplifies_the_rounding_of_another_row_length_is_no_differenc
     assert 0 < report.probe("alone").effect <= report.probe("alone").allowed < 0.1
 
 
+def test_ties_of_sparse_attention_are_no_difference():
+    report = check_isolation(tiny_model("glm_moe_dsa", seed=2), seed=2)
+    assert report.ok, report.to_text()
+
+
 # ---- what cannot be proven
 
 

@@ -158,3 +158,14 @@ def test_pissa_trains_and_evaluates_the_same_model(tmp_path):
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(before, rel=1e-5)
+
+
+def test_room_for_balancing_never_costs_a_row_that_samples_fill_exactly(tmp_path):
+    run = {"packing": True, "max_length": 16, "token_budget": 32}
+    exact = packed_trainer(tmp_path, tokens(*[16] * 40), **run)
+    assert exact._train_plan.headroom == 0.0
+    assert exact.plan_report.num_rows == 20
+    skewed = packed_trainer(tmp_path, tokens(*range(2, 300)), packing=True, max_length=300, token_budget=4000)
+    assert skewed._train_plan.headroom > 0.0
+    assert max(skewed._train_plan.for_epoch(0).bin_tokens) <= 3960
+    assert packed_trainer(tmp_path, tokens(*range(2, 300)), balance="tokens", **run)._train_plan.headroom == 0.0

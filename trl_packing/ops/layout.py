@@ -77,7 +77,7 @@ class ChunkLayout:
         return self.waves[0] if self.waves else 1
 
     def handing_on(self, chunks: torch.Tensor) -> torch.Tensor:
-        """Select from `[M, ...]` the chunks that hand a state on. The i-th of them hands it to chunk `num_first + i`."""
+        """Select from `[M, ...]` the chunks that hand a state on: the i-th of them to chunk `num_first + i`."""
         if not self.waves:
             return chunks[:-1]
         # Split, not index: the backward pass of n slices of one tensor fills n tensors of its size.

@@ -138,7 +138,7 @@ def _chunked(
     write: torch.Tensor,
     read: torch.Tensor,
 ) -> torch.Tensor:
-    # First the states inside all chunks at once, slot by slot, as if no chunk took over any. A segment starts from zero.
+    # First the states inside all chunks at once, slot by slot, as if no chunk took over any. Segments start from zero.
     segments = layout.segments
     joined = F.pad(segments[:, 1:] == segments[:, :-1], (1, 0)).T[..., None, None]
     decays = exp_where(joined, steps.transpose(0, 1)[..., None] * A)  # [Q, M, D, N]

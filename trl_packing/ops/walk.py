@@ -4,9 +4,9 @@ The walks over the waves of a row: the one part of a scan that must go step by s
 Shapes: M chunks, of which L hand a state on. As many take one over: what the i-th of the one hands on, the i-th of the
 other takes over. The chunks that take over none come first.
 
-The walks are operators of their own, with the backward pass written by hand, so that a compiled graph holds one node for
-them however long the row is, and serves rows of any length. `waves` are the chunks per wave of the row; empty means that
-every chunk is a wave of its own, as in a row that is cut where it lies.
+The walks are operators of their own, with the backward pass written by hand, so that a compiled graph holds one node
+for them however long the row is, and serves rows of any length. `waves` are the chunks per wave of the row; empty
+means that every chunk is a wave of its own, as in a row that is cut where it lies.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from trl import SFTTrainer
 from ..collator import ROW_INFO, RowInfo
 from ..evaluation import FragmentLoss, TokenSums, fragment_losses, token_metrics
 from .head import head_positions
+from .router import balancing_tokens
 
 
 class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
@@ -77,7 +78,7 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
             inputs["output_router_logits"] = True
         logits_inputs = {key: value for key, value in inputs.items() if key != "labels"}
         positions = None if info is None or self.args.torch_compile else info.target_positions
-        with head_positions(positions):
+        with head_positions(positions), balancing_tokens(info):
             outputs, loss_sum, loss = self._loss_sum(model, inputs, logits_inputs, num_items_in_batch)
         num_targets = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
         if loss is None:
@@ -125,7 +126,8 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
             tokens=0 if info is None else info.num_tokens,
             segments=0 if info is None else info.num_segments,
             rows=0 if info is None else bool(info.num_segments),
-            micro_steps=1,
+            # A filler has no tokens to balance experts over.
+            micro_steps=1 if info is None else bool(info.num_tokens),
         )
         if mode == "eval" and self._fragment_losses is not None and info is not None:
             self._fragment_losses += fragment_losses(-outputs.log_probs, outputs.label_mask, info)

@@ -1,0 +1,95 @@
+"""The load-balancing loss of experts is that of TRL on the same samples, padded: real tokens only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from training import VOCAB_SIZE, conversations, model_of, packed_trainer
+from transformers.models.mixtral import modeling_mixtral
+from trl.trainer.utils import add_fused_lm_head
+
+COEF = 0.5
+
+
+def trainer_of(output_dir: Any, model_type: str, **overrides: Any) -> Any:
+    model = model_of(model_type=model_type)
+    overrides = {"router_aux_loss_coef": COEF, "pad_to_multiple_of": 512, **overrides}
+    return packed_trainer(output_dir, conversations(9), model=model, **overrides)
+
+
+def rows_of(trainer: Any) -> list[dict[str, Any]]:
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return list(trainer.get_train_dataloader())
+
+
+def padded(row: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The same samples, one per row of a right-padded batch."""
+    lengths = row["row_info"].boundaries.lengths
+    if row["row_info"].boundaries.num_alignment_tokens:
+        lengths = lengths[:-1]
+    columns = {"input_ids": 0, "labels": -100}
+    batch = {}
+    for name, pad in columns.items():
+        parts = row[name][0, : sum(lengths)].split(list(lengths))
+        batch[name] = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=pad)
+    ones = [torch.ones(length, dtype=torch.long) for length in lengths]
+    return batch | {"attention_mask": torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe_text"])
+def test_loss_and_gradients_are_those_of_trl_on_padded_samples(model_type: str, tmp_path: Any) -> None:
+    trainer = trainer_of(tmp_path, model_type)
+    row = rows_of(trainer)[0]
+    assert row["row_info"].boundaries.num_alignment_tokens > 100
+    num_targets = torch.tensor(row["row_info"].num_targets)
+    loss = trainer.compute_loss(trainer.model, row, num_items_in_batch=num_targets)
+    loss.backward()
+    plain = tiny_model(model_type, attn_implementation="eager", vocab_size=VOCAB_SIZE)
+    add_fused_lm_head(plain)
+    outputs = plain(**padded(row), fused_lm_head=True, output_router_logits=True)
+    aux = float(trainer._sums["train"].sums["aux"])
+    assert aux == pytest.approx(outputs.aux_loss.item(), rel=1e-5)
+    wanted = -outputs.log_probs.sum() / num_targets + COEF * outputs.aux_loss
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    wanted.backward()
+    largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
+    for (name, ours), theirs in zip(trainer.model.named_parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            assert float((ours.grad - theirs.grad).abs().max()) <= 1e-4 * largest, name
+
+
+def test_alignment_tokens_would_change_it(tmp_path: Any, monkeypatch: Any) -> None:
+    trainer = trainer_of(tmp_path, "qwen3_moe")
+    row = rows_of(trainer)[0]
+    trainer.compute_loss(trainer.model, row)
+    ours = float(trainer._sums["train"].sums.pop("aux"))
+    all_tokens = {key: value for key, value in row.items() if key != "row_info"}
+    outputs = trainer.model(**all_tokens, fused_lm_head=True, output_router_logits=True)
+    assert abs(ours - float(outputs.aux_loss)) > 1e-3
+
+
+def test_a_filler_row_adds_no_balancing_loss_and_no_step_to_its_mean(tmp_path: Any) -> None:
+    trainer = trainer_of(tmp_path, "qwen3_moe")
+    filler = trainer.get_train_dataloader().collate_fn([])
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.compute_loss(trainer.model, filler, num_items_in_batch=torch.tensor(7))
+    assert loss.item() == 0.0
+    loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
+    assert trainer._sums["train"].sums["micro_steps"] == 0
+    assert float(trainer._sums["train"].sums["aux"]) == 0.0
+
+
+def test_the_function_is_put_back(tmp_path: Any) -> None:
+    before = modeling_mixtral.load_balancing_loss_func
+    trainer = trainer_of(tmp_path, "qwen3_moe")
+    trainer.compute_loss(trainer.model, rows_of(trainer)[0])
+    with pytest.raises(KeyError):
+        trainer.compute_loss(trainer.model, {"row_info": rows_of(trainer)[0]["row_info"]})
+    assert modeling_mixtral.load_balancing_loss_func is before

@@ -1,0 +1,49 @@
+"""
+The load-balancing loss of experts, over real tokens only.
+
+TRL reads from `attention_mask` which tokens count. Packed rows have none, so it would count alignment tokens and filler
+rows, and read the device once per layer to do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.models.mixtral import modeling_mixtral
+
+from ..collator import RowInfo
+
+
+@contextmanager
+def balancing_tokens(info: RowInfo | None) -> Iterator[None]:
+    """
+    Let forwards with `fused_lm_head=True` balance experts over a batch's real tokens, inside this context.
+
+    Args:
+        info ([`RowInfo`], *optional*):
+            Of the batch. A padded batch keeps its attention mask; a filler has loss 0. Without it TRL decides.
+    """
+    if info is None:
+        yield
+        return
+    # TRL's fused head looks this function up in every call, for all kinds of experts.
+    balancing_loss = modeling_mixtral.load_balancing_loss_func
+
+    def over_real_tokens(
+        router_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: torch.Tensor | None = None
+    ) -> Any:
+        if info.boundaries is not None and isinstance(router_logits, tuple):
+            logits = router_logits[0]
+            attention_mask = torch.ones(logits.shape[0], device=logits.device)
+            attention_mask[info.boundaries.num_real_tokens :] = 0.0
+        loss = balancing_loss(router_logits, num_experts, top_k, attention_mask)
+        return loss if info.num_tokens else loss * 0.0
+
+    modeling_mixtral.load_balancing_loss_func = over_real_tokens
+    try:
+        yield
+    finally:
+        modeling_mixtral.load_balancing_loss_func = balancing_loss
