@@ -16,6 +16,7 @@ from .config import PackedSFTConfig
 from .cost import RowCost
 from .dataset import FragmentDataset, SampleTable, read_samples
 from .packing import PackPlan, plan_batches, plan_packs
+from .report import PlanReport
 from .sampler import RankedBatchSampler
 
 _HEADROOM = 0.01
@@ -131,6 +132,20 @@ class TrainPlan:
             return math.ceil(self.args.num_train_epochs)
         rows_per_step = num_ranks * self.args.gradient_accumulation_steps
         return math.ceil(self.args.max_steps / math.ceil(self.for_epoch(0).num_bins / rows_per_step))
+
+    def report(self, sampler: RankedBatchSampler) -> PlanReport:
+        """Say what the plan does to the data, with the rows as `sampler` deals them."""
+        return PlanReport.from_plan(
+            sampler.plan(0),
+            batch_size=self.args.per_device_train_batch_size,
+            rows_per_step=sampler.num_ranks * self.args.gradient_accumulation_steps,
+            sampler=sampler,
+            lengths=self.samples.lengths,
+            max_length=self.args.max_length,
+            num_epochs=self.args.num_train_epochs,
+            max_steps=self.args.max_steps,
+            learning_rate=self.args.learning_rate,
+        )
 
     def fragments(self) -> FragmentDataset:
         """The data set of fragments that the sampler's numbers refer to."""

@@ -33,7 +33,7 @@ def prove_isolation(model: nn.Module, accelerator: Accelerator) -> IsolationRepo
     """
     failure, report = None, None
     try:
-        report = check_isolation(model)
+        report = check_isolation(model, host_offsets=True)
         report.raise_if_leaking()
     except Exception as error:
         # A rank that raised alone would leave the others waiting in their next collective.

@@ -62,18 +62,7 @@ def plan_sft(
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=training_args.trust_remote_code)
         prepared = _prepare(config, tokenizer, samples, training_args)
     plan = TrainPlan(prepared, training_args, RowCost.from_config(config.get_text_config()))
-    sampler = plan.sampler(num_ranks=num_ranks, rank=0)
-    return PlanReport.from_plan(
-        sampler.plan(0),
-        batch_size=training_args.per_device_train_batch_size,
-        rows_per_step=num_ranks * training_args.gradient_accumulation_steps,
-        sampler=sampler,
-        lengths=plan.samples.lengths,
-        max_length=training_args.max_length,
-        num_epochs=training_args.num_train_epochs,
-        max_steps=training_args.max_steps,
-        learning_rate=training_args.learning_rate,
-    )
+    return plan.report(plan.sampler(num_ranks=num_ranks, rank=0))
 
 
 def _prepare(config: PretrainedConfig, tokenizer: Any, samples: Dataset, args: PackedSFTConfig) -> Dataset:

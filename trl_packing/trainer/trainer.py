@@ -33,7 +33,6 @@ from ..planning import TrainPlan, plan_evaluation, plan_fingerprint
 from ..preflight import check_model, refuse_parallelism, refuse_settings
 from ..proof import AdapterProof, isolation_line, prove_isolation
 from ..register import register_ops
-from ..report import PlanReport
 from ..resume import check_resume, last_whole_checkpoint, write_resume_state
 from ..sampler import RankedBatchSampler
 from ..streaming import RowStream
@@ -171,11 +170,7 @@ class PackedSFTTrainer(TokenLossTrainer):
     def _report_plan(self) -> None:
         assert self._train_plan is not None
         assert self._sampler is not None
-        self.plan_report = PlanReport.from_plan(
-            self._sampler.plan(0),
-            batch_size=self.args.per_device_train_batch_size,
-            rows_per_step=self.accelerator.num_processes * self.args.gradient_accumulation_steps,
-        )
+        self.plan_report = self._train_plan.report(self._sampler)
         if self.accelerator.is_main_process:
             print(self.plan_report.to_text())
             if self.args.packing_report is not None:
