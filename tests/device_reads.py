@@ -29,6 +29,8 @@ _READS = {
     _ATEN._local_scalar_dense.default,
     _ATEN.nonzero.default,
     _ATEN.masked_select.default,
+    # One operation here, whose first line selects by mask.
+    _ATEN.masked_scatter_backward.default,
     _ATEN.equal.default,
     _ATEN.repeat_interleave.Tensor,
 }

@@ -5,6 +5,8 @@ One rank of a distributed test, started by torchrun: trains as `options` say and
 """
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +21,7 @@ def main(out: str, options: dict) -> None:
     streaming = options.pop("streaming", 0)
     empty_shard = options.pop("empty_shard", False)
     resume = options.pop("resume", None)
+    kill_in_save = options.pop("kill_in_save", 0)
     eval_streaming = options.pop("eval_streaming", False)
     data = as_dataset(conversations(number))
     if streaming:
@@ -39,6 +42,15 @@ def main(out: str, options: dict) -> None:
         ddp_timeout=120,
         **options,
     )
+    if kill_in_save:
+        save_rng_state = trainer._save_rng_state
+
+        def killed(folder):
+            save_rng_state(folder)
+            if trainer.state.global_step == kill_in_save:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer._save_rng_state = killed
     if evaluate_first:
         trainer.evaluate()
     compute_loss = trainer.compute_loss

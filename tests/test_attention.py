@@ -118,6 +118,7 @@ def test_wrong_rows_are_refused():
         ("llama4_text", {"attention_chunk_size": 4}),
         ("gpt_neox", {}),
         ("gpt2", {}),
+        ("afmoe", {"sliding_window": 5}),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -162,6 +163,17 @@ def test_unpadded_batches_and_generation_work_under_varlen(varlen):
         outputs.append((logits, generated))
     torch.testing.assert_close(outputs[0][0], outputs[1][0], rtol=1e-4, atol=1e-5)
     assert torch.equal(outputs[0][1], outputs[1][1])
+
+
+def test_unpacked_rows_keep_their_chunks_under_varlen(varlen):
+    model = tiny_model("llama4_text", attention_chunk_size=4).eval()
+    input_ids = torch.randint(3, 128, (2, 11), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for implementation in ("eager", varlen):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits.append(model(input_ids, use_cache=False).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
 
 
 def test_missing_boundaries_stop_the_forward(varlen):

@@ -8,22 +8,40 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from peft import get_peft_model
+from tiny_models import tiny_config
+from transformers import AutoModelForCausalLM
 
+from trl_packing.preflight import check_model
 from trl_packing.quickstart import TINY_NAMES
-from trl_packing.quickstart.tiny import tiny_config
 from trl_packing.recipe import parse_sft
 from trl_packing.recipe.config import build_lora
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LAUNCH = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if path not in LAUNCH)
-ARCHITECTURES = {"llama": "llama", "qwen3next": "qwen3_next", "bamba": "bamba"}
+# The architecture of each recipe. Whole runs are in test_recipes_tiny.py.
+ARCHITECTURES = {
+    "llama_1b": "llama",
+    "llama": "llama",
+    "llama_70b": "llama",
+    "llama_70b_qlora": "llama",
+    "qwen3next": "qwen3_next",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "bamba": "bamba",
+    "granite_4_hybrid": "granitemoehybrid",
+    "nemotron_h": "nemotron_h",
+    "falcon_h1": "falcon_h1",
+    "lfm2": "lfm2",
+    "quickstart_tiny": "llama",
+    "quickstart": "llama",
+    "quickstart_qwen3next": "qwen3_next",
+    "quickstart_bamba": "bamba",
+}
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -33,11 +51,6 @@ def names(paths: list[Path]) -> list[str]:
 def parse(path: Path) -> Any:
     # bf16 needs a GPU already when the settings are built.
     return parse_sft(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
-
-
-def targets(path: Path) -> list[str]:
-    script, _, model, _, _ = parse(path)
-    return list(build_lora(model, script.lora_config).target_modules)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=names(RECIPES))
@@ -58,6 +71,10 @@ def test_header_tells_purpose_command_hardware_and_override(path: Path) -> None:
     for word in ("Purpose:", "Command:", "Hardware:", "Override:"):
         assert sum(line.startswith(f"# {word}") for line in header) == 1, word
     assert any(path.name in line for line in header)
+
+
+def test_every_recipe_has_an_architecture_here() -> None:
+    assert {path.stem for path in RECIPES} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=names(RECIPES))
@@ -85,32 +102,17 @@ def test_accelerate_reads_its_configs(path: Path) -> None:
     assert {"MULTI_GPU", "FSDP", "DEEPSPEED"} >= {str(loaded.distributed_type).removeprefix("DistributedType.")}
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "quickstart_qwen3next", "quickstart_bamba"])
-def test_lora_targets_exist_and_spare_what_never_trains(name: str) -> None:
-    path = CONFIGS / f"{name}.yaml"
-    architecture = ARCHITECTURES.get(name) or ARCHITECTURES[name.removeprefix("quickstart_")]
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_adapters_spare_what_never_trains(name: str) -> None:
+    script, _, model_args, _, _ = parse(CONFIGS / f"{name}.yaml")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config(architecture))
-    script, _, model_args, _, _ = parse(path)
-    wanted = targets(path)
-    adapted = get_peft_model(model, build_lora(model_args, script.lora_config))
-    hit = [module for module, _ in adapted.named_modules() if module.endswith("lora_B.default")]
-    assert [target for target in wanted if not any(f".{target}." in module for module in hit)] == []
-    never = [r"mamba\.out_proj", r"conv1d", r"\.gate\.", r"experts", r"lm_head", r"shared_expert"]
-    assert [module for module in hit if any(re.search(pattern, module) for pattern in never)] == []
-
-
-def test_qwen3_5_pattern_reaches_the_language_model_only() -> None:
-    text = tiny_config("qwen3_5").to_dict()
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
-    script, _, model_args, _, _ = parse(CONFIGS / "qwen3_5.yaml")
+        model = AutoModelForCausalLM.from_config(tiny_config(ARCHITECTURES[name]))
     lora = build_lora(model_args, script.lora_config)
-    assert isinstance(lora, LoraConfig)
-    adapted = get_peft_model(model, lora)
-    hit = [name for name, _ in adapted.named_modules() if name.endswith("lora_B.default")]
-    assert all("language_model" in name for name in hit)
-    for target in re.findall(r"[a-z_\\.]+(?=[|)])", str(lora.target_modules)):
-        assert any(f"{target}.".replace("\\", "") in name for name in hit), target
+    wanted = lora.target_modules
+    lora = check_model(model, lora)
+    hit = [module for module, _ in get_peft_model(model, lora).named_modules() if module.endswith("lora_B.default")]
+    assert hit
+    if wanted not in ("auto", "all-linear"):
+        assert [target for target in wanted if not any(f".{target}." in module for module in hit)] == []
+    never = [r"conv1d", r"conv\.conv", r"\.gate\.", r"shared_expert_gate", r"router", r"\bexperts\b", r"lm_head"]
+    assert [module for module in hit if any(re.search(pattern, module) for pattern in never)] == []

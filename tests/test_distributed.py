@@ -73,6 +73,20 @@ def test_resuming_in_epoch_2_goes_on_with_its_own_plan(tmp_path):
     assert [rank["seen"] for rank in resumed] == [rank["seen"][-left:] for rank in whole]
 
 
+def test_a_run_killed_while_saving_goes_on_from_its_last_whole_checkpoint(tmp_path):
+    """SIGKILL after the weights of step 3 and before its trainer state: step 2 is the last whole checkpoint."""
+    run = {**PACKED, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    (whole,) = train_on(1, tmp_path / "whole", **run)
+    with pytest.raises(AssertionError, match="ended with -9"):
+        train_on(1, tmp_path / "killed", kill_in_save=3, **run)
+    assert (tmp_path / "killed" / "checkpoint-3" / "model.safetensors").is_file()
+    (resumed,) = train_on(1, tmp_path / "killed", resume=True, **run)
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["seen"] == whole["seen"][-len(resumed["seen"]) :]
+    assert len(resumed["seen"]) == len(whole["seen"]) - 4
+
+
 def test_evaluating_before_training_keeps_ranks_together(tmp_path):
     first = train_on(2, tmp_path / "first", evaluate_first=True, max_steps=3, **PACKED)
     second = train_on(2, tmp_path / "second", max_steps=3, **PACKED)

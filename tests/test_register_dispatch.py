@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import alone_logits, gradients_of, packed_logits, relative_difference, summed_loss, token_ids
-from kernel_stand_ins import Kernels, build
+from comparing import alone_logits, packed_logits, relative_difference, token_ids
+from kernel_stand_ins import build
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
-from torch import nn
 
 from trl_packing import Boundaries, LeakError, MissingDependencyError, PackingError
 from trl_packing.register.dispatch import (
@@ -23,7 +22,8 @@ from trl_packing.register.dispatch import (
     refuse_unsupported,
     remove_dispatchers,
 )
-from trl_packing.register.inventory import _wrapper_of, find_hooked_functions
+from trl_packing.register.inventory import find_hooked_functions
+from trl_packing.register.relay import relayed_boundaries
 
 LENGTHS = (11, 6, 1, 9)
 IDS = token_ids(LENGTHS)
@@ -96,6 +96,14 @@ def test_generation_runs_as_without_us(model_type: str) -> None:
     assert torch.equal(model.generate(IDS, **options), stock)
 
 
+def test_a_failing_layer_leaves_no_boundaries_behind() -> None:
+    model = tiny_model("zamba")
+    install_dispatchers(model)
+    with pytest.raises(PackingError):
+        packed_logits(model, token_ids((5, 6)), LENGTHS)
+    assert relayed_boundaries() == {}
+
+
 def test_reload_of_a_modeling_file_is_repaired_by_installing_again() -> None:
     model = tiny_model("lfm2")
     install_dispatchers(model)
@@ -124,144 +132,6 @@ def test_copies_adapters_saves_and_modes_keep_working(tmp_path) -> None:
     assert torch.equal(packed_logits(adapted.merge_and_unload(), IDS, LENGTHS), wanted)
 
 
-# ---- who is called, and with what
-
-
-def test_kernels_get_boundaries_as_they_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Kernels(monkeypatch, "fla", "causal_conv1d")
-    model = kernels.model("qwen3_next")
-    kernels.say_cpu_is_a_gpu()
-    install_dispatchers(model)
-    packed_logits(model, IDS, LENGTHS, host_offsets=True)
-    assert kernels.names() == ["causal_conv1d_fn", "chunk_gated_delta_rule"] * 2
-    for arguments in kernels.of("causal_conv1d_fn"):
-        assert arguments["channels_last"]
-        assert arguments["seq_idx"].dtype == torch.int32
-        assert arguments["seq_idx"].is_contiguous()
-    first, second = kernels.of("chunk_gated_delta_rule")
-    assert first["rest"] == {}
-    assert first["cu_seqlens_cpu"].dtype == torch.int64
-    assert first["cu_seqlens_cpu"].tolist() == first["cu_seqlens"].tolist() == [0, 11, 17, 18, 27]
-    # The kernel caches by identity, so each layer must get the same objects.
-    assert first["cu_seqlens"] is second["cu_seqlens"]
-    assert first["cu_seqlens_cpu"] is second["cu_seqlens_cpu"]
-
-
-def test_offsets_that_transformers_forgets_to_rename_reach_kimi(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Kernels(monkeypatch, "fla", "causal_conv1d")
-    model = kernels.model("kimi_linear")
-    kernels.say_cpu_is_a_gpu()
-    install_dispatchers(model)
-    packed_logits(model, IDS, LENGTHS)
-    assert [arguments["cu_seqlens"].tolist() for arguments in kernels.of("chunk_kda")] == [[0, 11, 17, 18, 27]] * 2
-
-
-def test_convolution_of_flash_linear_attention_serves_where_the_package_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kernels = Kernels(monkeypatch, "fla")
-    model = kernels.model("qwen3_next")
-    wanted = alone_logits_without_kernels(model)
-    kernels.say_cpu_is_a_gpu()
-    install_dispatchers(model, "kernels")
-    found = packed_logits(model, IDS, LENGTHS, host_offsets=True)
-    assert kernels.names() == ["fla convolution", "chunk_gated_delta_rule"] * 2
-    assert relative_difference(found, wanted) < 1e-5
-    offsets = [call["cu_seqlens_cpu"] for _, call in kernels.calls]
-    assert all(offset is offsets[0] for offset in offsets)
-
-
-def test_kernel_that_the_kernels_package_has_put_in_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Kernels(monkeypatch)
-    model = build(monkeypatch, "lfm2")
-    file = sys.modules[type(model).__module__]
-    wrapper = _wrapper_of(file.causal_conv1d_fn)
-
-    class Func(nn.Module):
-        kernel_layer_name = "causal_conv1d_fn"
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return wrapper(*args, **kwargs)
-
-    file.causal_conv1d_fn = Func()
-    # What `kernelize` does.
-    file.causal_conv1d_fn.forward = kernels.causal_conv1d_fn
-    kernels.say_cpu_is_a_gpu()
-    install_dispatchers(model)
-    packed_logits(model, IDS, LENGTHS)
-    assert kernels.names() == ["causal_conv1d_fn"] * 2
-
-
-def test_kernel_without_the_keyword_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Kernels(monkeypatch, "fla", "causal_conv1d")
-    sys.modules["causal_conv1d"].causal_conv1d_fn = lambda x, weight, bias=None, activation=None: 1 / 0
-    sys.modules["fla"].chunk_gated_delta_rule = lambda q, k, v, g, beta, **kwargs: 1 / 0
-    monkeypatch.delitem(sys.modules, "fla.modules.causal_conv1d")
-    model = kernels.model("qwen3_next")
-    wanted = alone_logits_without_kernels(model)
-    kernels.say_cpu_is_a_gpu()
-    install_dispatchers(model)
-    assert relative_difference(packed_logits(model, IDS, LENGTHS), wanted) < 1e-5
-
-
-def test_convolution_that_the_kernel_cannot_take_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Kernels(monkeypatch, "causal_conv1d")
-    model = kernels.model("lfm2", conv_L_cache=6)
-    wanted = alone_logits_without_kernels(model)
-    kernels.say_cpu_is_a_gpu()
-    install_dispatchers(model)
-    assert relative_difference(packed_logits(model, IDS, LENGTHS), wanted) < 1e-5
-    assert kernels.calls == []
-
-
-def test_packages_installed_and_tensors_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for model_type in ("qwen3_next", "bamba"):
-        kernels = Kernels(monkeypatch, "fla", "causal_conv1d", "mamba_ssm")
-        model = kernels.model(model_type)
-        with pytest.raises(RuntimeError, match="active drivers"):
-            model(input_ids=IDS, use_cache=False)
-        install_dispatchers(model)
-        packed = packed_logits(model, IDS, LENGTHS)
-        assert relative_difference(packed, alone_logits(model, IDS, LENGTHS)) < 1e-5
-        assert model.eval().generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 30)
-        assert kernels.calls == []
-
-
-def test_torch_is_run_on_a_gpu_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Kernels(monkeypatch, "fla", "causal_conv1d")
-    model = kernels.model("qwen3_next")
-    kernels.say_cpu_is_a_gpu()
-    install_dispatchers(model, "torch")
-    packed_logits(model, IDS, LENGTHS)
-    assert kernels.calls == []
-
-
-# ---- the fused Mamba path
-
-
-def test_fused_path_runs_where_nothing_can_sit_on_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Kernels(monkeypatch, "mamba_ssm", "causal_conv1d")
-    # Versions differ in how the norm treats more than one group.
-    model = kernels.model("bamba", mamba_n_groups=1)
-    wanted = alone_logits_without_kernels(model)
-    kernels.say_cpu_is_a_gpu()
-    install_dispatchers(model)
-    assert relative_difference(packed_logits(model, IDS, LENGTHS), wanted) < 1e-5
-    assert kernels.names() == ["mamba_split_conv1d_scan_combined"] * 2
-    assert kernels.of("mamba_split_conv1d_scan_combined")[0]["seq_idx"].dtype == torch.int32
-
-
-def test_adapters_on_the_output_projection_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Kernels(monkeypatch, "mamba_ssm", "causal_conv1d")
-    model = get_peft_model(kernels.model("bamba"), LoraConfig(target_modules=["out_proj", "in_proj"]))
-    kernels.say_cpu_is_a_gpu()
-    install_dispatchers(model)
-    gradients = gradients_of(model, lambda: summed_loss(packed_logits(model, IDS, LENGTHS), IDS, LENGTHS))
-    assert kernels.names() == ["causal_conv1d_fn", "mamba_chunk_scan_combined"] * 2
-    moved = [name for name, gradient in gradients.items() if "lora_B" in name and gradient.abs().max() > 0]
-    assert sum("out_proj" in name for name in moved) == sum("in_proj" in name for name in moved) == 2
-
-
 # ---- refusals
 
 
@@ -273,13 +143,6 @@ def test_unknown_choice_of_operations_is_refused() -> None:
 def test_missing_kernels_are_named_all_at_once() -> None:
     with pytest.raises(MissingDependencyError, match="`causal_conv1d`, `mamba_ssm`"):
         install_dispatchers(tiny_model("bamba"), "kernels")
-
-
-def test_insisting_on_kernels_off_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Kernels(monkeypatch, "causal_conv1d").model("lfm2")
-    install_dispatchers(model, "kernels")
-    with pytest.raises(PackingError, match=r'Set ops="auto"'):
-        packed_logits(model, IDS, LENGTHS)
 
 
 def test_a_cache_beside_boundaries_is_refused() -> None:
@@ -341,18 +204,13 @@ def test_layers_that_we_keep_apart_are_not_refused(model_type: str) -> None:
 # ---- reports, reads and graphs
 
 
-def test_description_names_what_runs_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_description_names_what_runs_and_why() -> None:
     choices = {choice.function: choice for choice in describe_layers(tiny_model("bamba"))}
     assert choices["mamba_chunk_scan_combined"].implementation == "torch"
     assert "cpu" in choices["mamba_chunk_scan_combined"].reason
     assert choices["mamba_split_conv1d_scan_combined"].implementation == "unfused"
     assert choices["causal_conv1d_fn"].layer == "BambaMixer"
     assert choices["causal_conv1d_fn"].count == 2
-    kernels = Kernels(monkeypatch, "fla")
-    model = kernels.model("qwen3_next")
-    kernels.say_cpu_is_a_gpu()
-    choices = {choice.function: choice.implementation for choice in describe_layers(model)}
-    assert choices == {"causal_conv1d_fn": "fla convolution", "chunk_gated_delta_rule": "kernel"}
 
 
 @pytest.mark.parametrize(("host_offsets", "reads"), [(True, 0), (False, 1)])
@@ -368,43 +226,22 @@ def test_boundaries_are_read_from_the_device_once_per_row(
     assert len(counted) == reads
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2", "mamba"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba", "lfm2", "mamba2"])
 def test_one_graph_serves_all_layouts_of_equal_size(model_type: str) -> None:
     model = tiny_model(model_type)
     install_dispatchers(model)
-    mixer = next(layer for layer in model.modules() if type(layer).__name__ in MIXERS)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(mixer, fullgraph=True, backend=backend, dynamic=False)
-    hidden = torch.randn(1, 27, 64)
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
     for lengths in (LENGTHS, (9, 1, 6, 11), (20, 2, 4, 1), (5, 5, 5, 12)):
-        kwargs = boundary_kwargs(mixer, lengths)
-        torch.testing.assert_close(compiled(hidden, **kwargs), mixer(hidden, **kwargs), rtol=1e-5, atol=1e-6)
+        wanted = packed_logits(model, IDS, lengths)
+        assert relative_difference(packed_logits(compiled, IDS, lengths), wanted) < 1e-5
     assert len(graphs) == 1
     torch.compiler.reset()
-
-
-MIXERS = {"Qwen3NextGatedDeltaNet", "BambaMixer", "Lfm2ShortConv", "MambaBlock"}
-
-
-def boundary_kwargs(mixer: nn.Module, lengths: tuple[int, ...]) -> dict[str, Any]:
-    kwargs = Boundaries.from_lengths(lengths).to_model_kwargs()
-    del kwargs["position_ids"]
-    # In transformers 5.20 some mixers name `seq_idx` and take nothing else.
-    takes_all = "kwargs" in inspect.signature(mixer.forward).parameters
-    return kwargs if takes_all else {"seq_idx": kwargs["seq_idx"]}
-
-
-def alone_logits_without_kernels(model: nn.Module) -> torch.Tensor:
-    """The samples alone in transformers' PyTorch functions, whatever packages the model's file found."""
-    install_dispatchers(model)
-    wanted = alone_logits(model, IDS, LENGTHS)
-    remove_dispatchers()
-    return wanted
 
 
 def test_every_wrapper_of_every_modeling_file_is_found() -> None:

@@ -165,8 +165,7 @@ def varlen_attention_forward(
 
     Raises:
         [`PackingError`]: If the row is packed but boundaries are missing, a mask is passed beside them, or the layer
-        asks
-            for something a segment-wise attention cannot compute.
+            asks for something a segment-wise attention cannot compute.
     """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
@@ -185,7 +184,7 @@ def varlen_attention_forward(
             )
         extras = {"softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
         out = _packed(query, key, value, cu_seq_lens_q, max_length_q, cu_seqlens_cpu, chunk, options, extras)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
     if attention_mask is not None and _holds_segments(attention_mask):
         if bool((attention_mask[..., -1] != 1).any()):
             raise PackingError(
@@ -196,12 +195,14 @@ def varlen_attention_forward(
         attention_mask = None
     if softcap is not None or s_aux is not None:
         return _masked_explicit(query, key, value, attention_mask, softcap, s_aux, dropout, options), None
-    if attention_mask is None and window is not None and window < key.shape[2] and query.shape[2] == key.shape[2]:
+    span = window if chunk is None else chunk
+    if attention_mask is None and span is not None and span < key.shape[2] == query.shape[2]:
+        lengths = [key.shape[2]] if chunk is None else split_into_chunks([key.shape[2]], chunk)
         rows = [
-            segment_attention(q[None], k[None], v[None], [q.shape[1]], dropout_p=dropout, **options)
+            segment_attention(q[None], k[None], v[None], lengths, dropout_p=dropout, **options)
             for q, k, v in zip(query, key, value, strict=True)
         ]
-        return torch.cat(rows).transpose(1, 2), None
+        return torch.cat(rows).transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )

@@ -265,13 +265,18 @@ def _dispatcher(function: HookedFunction, ops: str) -> Callable[..., Any]:
 def _boundaries_of(kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None, Sequence[int] | None]:
     """Read `cu_seqlens`, `seq_idx` and the host's offsets from a call's keywords, under any of transformers' names."""
     relayed = relayed_boundaries()
-    if relayed:
-        # The call's own keywords come first, None does not count.
-        kwargs = relayed | {name: value for name, value in kwargs.items() if value is not None}
-    cu_seqlens = kwargs.get("cu_seqlens")
-    if cu_seqlens is None:
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-    return cu_seqlens, kwargs.get("seq_idx"), kwargs.get("cu_seqlens_cpu")
+
+    # Only these keys are looked at: torch.compile makes a graph of its own for every number that is.
+    def value_of(name: str) -> Any:
+        value = kwargs.get(name)
+        return relayed.get(name) if value is None else value
+
+    cu_seqlens = value_of("cu_seqlens")
+    return (
+        value_of("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens,
+        value_of("seq_idx"),
+        value_of("cu_seqlens_cpu"),
+    )
 
 
 def _trains_what_it_reads(arguments: dict[str, Any]) -> bool:
