@@ -4,6 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+export OMP_NUM_THREADS ?= 1
+CPU := not gpu and not audit and not kernels and not network
+# Two processes, a whole module in one of them, so that module fixtures are made once.
+PARALLEL ?= -n 2 --dist loadscope
 
 .PHONY: help setup quickstart test test-fast test-compat test-kernels audit lint bench clean
 
@@ -30,10 +34,10 @@ quickstart: $(BIN)/.ready  ## fine-tune a real small model on CPU, then two tiny
 	$(LAUNCH) recipes/sft.py --config quickstart_bamba.yaml
 
 test: $(BIN)/.ready lint  ## all tests but gpu, audit and kernels
-	$(BIN)/python -m pytest -m "not gpu and not audit and not kernels and not network"
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(CPU)"
 
 test-fast: $(BIN)/.ready  ## the fast tier
-	$(BIN)/python -m pytest -m "not gpu and not audit and not kernels and not network and not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(CPU) and not slow"
 
 # The fast tier at the oldest transformers, and at the newest, for which no usable kernels exists. See _compat.py.
 COMPAT := .compat/5.20.2 .compat/5.24.0
@@ -43,12 +47,12 @@ COMPAT := .compat/5.20.2 .compat/5.24.0
 	grep -v -e '^transformers==' -e '^kernels==' -e '^huggingface_hub==' -e '^tokenizers==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --upgrade "pip<26.2"
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[quickstart,plots]' pytest "transformers==$*"
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[quickstart,plots]' pytest pytest-xdist "transformers==$*"
 	touch $@
 
 test-compat: $(addsuffix /.ready,$(COMPAT))  ## the fast tier at the other transformers versions
 	for folder in $(COMPAT); do \
-	  $$folder/bin/python -m pytest -q -m "not gpu and not audit and not kernels and not network and not slow" || exit 1; \
+	  $$folder/bin/python -m pytest -q $(PARALLEL) -m "$(CPU) and not slow" || exit 1; \
 	done
 
 # Triton and flash-linear-attention stay out of .venv: with them installed, stock hybrids crash on a CPU.

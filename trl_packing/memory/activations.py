@@ -3,9 +3,9 @@ What a decoder layer keeps of each token from its forward to its backward pass, 
 
 The formulas follow transformers' layers as TRL trains them, with the operations of CUDA packages ("kernels") or ours
 ("torch"). D model width, H and HK query and key heads of width K, values of width V, HV value heads of a DeltaNet, G
-groups of N states and HM heads of width P in a Mamba-2, E experts of which k are chosen, I inner width of an MLP, C slots
-in a chunk of our operations. c is the bytes of a matrix product's result, s those of the residual stream, 4 those of
-float32.
+groups of N states and HM heads of width P in a Mamba-2, X channels of the convolution before either, E experts of which
+k are chosen, I inner width of an MLP, C slots in a chunk of our operations. c is the bytes of a matrix product's result,
+s those of the residual stream, 4 those of float32.
 
 | part | kept per token |
 |---|---|
@@ -15,10 +15,10 @@ float32.
 | experts | k times an MLP, c k D + 4 E + 64 k; c k (D + I) more if trained; with a shared expert its MLP and 2 c D |
 | input of an adapter | c (D + r); adapters beside each other share the D unless autocast makes a copy for each |
 | input of a trained matrix | c D, shared likewise |
-| DeltaNet, kernels | c (2 X + 2 HV K + 64 HV + 2 HV V) + 16 HV, with X = 2 H K + HV V channels of the convolution |
+| DeltaNet, kernels | c (2 X + 2 HV K + 64 HV + 2 HV V) + 16 HV |
 | DeltaNet, torch | (8 + c) X + 8 HV K + 12 HV V + 4 HV (8 K + 5 V + 5 C + 9 + K V / C) |
 | Mamba-2, kernels | c (3 HM P + 2 G N + HM) |
-| Mamba-2, torch | (8 + c) X + 12 HM P + 4 (4.75 HM P + HM (2 C + 6) + G (2 N + C) + 1.6 HM P N / C), with X = HM P + 2 G N |
+| Mamba-2, torch | (8 + c) X + 12 HM P + 4 (4.75 HM P + HM (2 C + 6) + G (2 N + C) + 1.6 HM P N / C) |
 | other linear mixers | 8 c D |
 
 The factors of our own operations were counted, not derived: `benchmarks/memory.py` counts them again.
@@ -228,8 +228,8 @@ def _delta_net(config: Any, numerics: Numerics) -> float:
     channels = 2 * config.linear_num_key_heads * qk_width + heads * v_width
     if numerics.kernels:
         return float(c * (2 * channels + heads * (2 * qk_width + _CHUNK + 2 * v_width)) + 16 * heads)
-    rule = 8 * qk_width + 5 * v_width + 5 * _CHUNK + 9 + qk_width * v_width / _CHUNK
-    return float((8 + c) * channels + heads * (8 * qk_width + 12 * v_width + 4 * rule * numerics.slots))
+    rule = delta_rule_values(qk_width, v_width) * numerics.slots
+    return float((8 + c) * channels + heads * (8 * qk_width + 12 * v_width + 4 * rule))
 
 
 def _mamba2(config: Any, numerics: Numerics, heads: int, state: int) -> float:
@@ -240,8 +240,19 @@ def _mamba2(config: Any, numerics: Numerics, heads: int, state: int) -> float:
     if numerics.kernels:
         return float(c * (3 * inner + 2 * groups * state + heads))
     chunk = min(_CHUNK, _first(config, "mamba_chunk_size", "chunk_size", default=_CHUNK))
-    scan = 4.75 * inner + heads * (2 * chunk + 6) + groups * (2 * state + chunk) + 1.6 * inner * state / chunk
-    return float((8 + c) * (inner + 2 * groups * state) + 12 * inner + 4 * scan * numerics.slots)
+    scan = scan_values(heads, width, groups, state, chunk) * numerics.slots
+    return float((8 + c) * (inner + 2 * groups * state) + 12 * inner + 4 * scan)
+
+
+def delta_rule_values(qk_width: int, v_width: int) -> float:
+    """Float32 values that our gated delta rule keeps per slot and head, its output included, in long segments."""
+    return 8 * qk_width + 5 * v_width + 5 * _CHUNK + 9 + qk_width * v_width / _CHUNK
+
+
+def scan_values(heads: int, width: int, groups: int, state: int, chunk: int) -> float:
+    """Float32 values that our Mamba-2 scan keeps per slot, its output included, in long segments."""
+    inner = heads * width
+    return 4.75 * inner + heads * (2 * chunk + 6) + groups * (2 * state + chunk) + 1.6 * inner * state / chunk
 
 
 def _has_single_blocks(config: Any) -> bool:

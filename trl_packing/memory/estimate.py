@@ -13,7 +13,7 @@ from torch import nn
 from ..cost import layer_kinds
 from ..errors import PackingError
 from .activations import LayerBytes, Numerics, layer_bytes
-from .model import build_on_meta, decoder_layers, stored_bytes
+from .model import build_on_meta, decoder_layers, quantised_weights, stored_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,7 +45,8 @@ class MemoryEstimate:
         optimizer (`int`):
             AdamW's two moments.
         gathered (`int`):
-            Weights of other GPUs that FSDP holds for a moment: two layers, embeddings and head.
+            Weights that are whole for a moment: under FSDP two layers, embeddings and head; the largest quantised
+            matrix.
         activations (`int`):
             What the row's tokens keep for the backward pass, and its temporaries.
         logits (`int`):
@@ -62,6 +63,8 @@ class MemoryEstimate:
             GPUs.
         sharding (`str`):
             `"ddp"` or `"fsdp2"`.
+        device (`str`):
+            `"cuda"` or `"cpu"`.
     """
 
     weights: int
@@ -77,6 +80,7 @@ class MemoryEstimate:
     row_tokens: int
     num_ranks: int
     sharding: Sharding
+    device: str
 
     @property
     def total(self) -> int:
@@ -125,8 +129,9 @@ class MemoryEstimate:
         table.add_column()
         for name, value, remark in self._lines():
             table.add_row(name, f"{value / GIB:,.2f} GiB", remark)
-        where = "one GPU" if self.num_ranks == 1 else f"each of {self.num_ranks} GPUs ({self.sharding})"
-        heading = f"Memory on {where}, estimated by formula; add about 1 GiB for CUDA and 10 % for fragmentation"
+        place = "GPU" if self.device == "cuda" else "process"
+        ranks = f" ({self.num_ranks} with {self.sharding})" if self.num_ranks > 1 else ""
+        heading = f"Memory per {place}{ranks}, by formula; CUDA's own (about 1 GiB) and fragmentation come on top"
         return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
 
     def _lines(self) -> list[tuple[str, int, str]]:
@@ -136,7 +141,7 @@ class MemoryEstimate:
             ("trained weights", self.trained_weights, trained),
             ("gradients", self.gradients, ""),
             ("optimiser", self.optimizer, "two moments of AdamW"),
-            ("gathered weights", self.gathered, "two layers, embeddings and head at a time"),
+            ("gathered weights", self.gathered, "whole for a moment"),
             ("activations", self.activations, f"of a row of {self.row_tokens:,} tokens"),
             ("logits", self.logits, "in tiles"),
         ]
@@ -162,14 +167,14 @@ def estimate_memory(
     """
     Estimate the memory that packed training of a model needs on each GPU.
 
-    Nothing is loaded: the model is built on the meta device, with its adapters. Formula, with T tokens in a row, L layers
-    and R ranks:
+    Nothing is loaded: the model is built on the meta device, with its adapters. The formula, with T tokens in a row, L
+    layers and R ranks:
 
     - weights, trained weights, gradients and two moments of AdamW: bytes of the parameters, divided by R under FSDP2.
       DDP adds a bucket as large as the gradients.
     - gathered under FSDP2: the two largest layers, embeddings, final norm and head, whole.
-    - activations: T times what every layer keeps (see `activations`); with checkpointing T times D for the input of every
-      layer, and what one layer keeps.
+    - activations: T times what every layer keeps (see `activations`); with checkpointing T times D for the input of
+      every layer, and what one layer keeps.
     - logits, as TRL computes them: a tile of 4,096 tokens by 32,768 columns, and T times D hidden states twice in the
       dtype of computing and once in float32.
     - the peak is the largest of three moments: the loss; the backward pass of the last layer; that of the first layer,
@@ -216,7 +221,7 @@ def estimate_memory(
         if value < 1:
             raise PackingError(f"`{name}` must be at least 1, but it is {value}. Pass a positive integer.")
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model = build_on_meta(copy.deepcopy(config), dtype, peft_config)
+    model = build_on_meta(copy.deepcopy(config), dtype, peft_config, quantization_config)
     text_config = model.config.get_text_config()
     kernels = device == "cuda" if kernels is None else kernels
     numerics = Numerics(
@@ -233,12 +238,12 @@ def estimate_memory(
     fixed = _fixed(model, layers, quantization_config, num_ranks, sharding)
     moments = _moments(costs, text_config, numerics, row_tokens, gradient_checkpointing)
     loss = _loss(model, text_config, numerics, row_tokens, device)
-    gradients = fixed.pop("gradients")
+    buckets, gradients = fixed.pop("buckets"), fixed.pop("gradients")
     earlier = gradients if gradient_accumulation_steps > 1 else 0
     at = {
-        "loss": (earlier, moments["loss"], loss),
-        "last layer": (earlier, moments["last layer"], 0),
-        "first layer": (gradients, moments["first layer"], 0),
+        "loss": (buckets + earlier, moments["loss"], loss),
+        "last layer": (buckets + earlier, moments["last layer"], 0),
+        "first layer": (buckets + gradients, moments["first layer"], 0),
     }
     peak_at = max(at, key=lambda moment: sum(at[moment]))
     parameters = list(model.parameters())
@@ -253,6 +258,7 @@ def estimate_memory(
         row_tokens=row_tokens,
         num_ranks=num_ranks,
         sharding=sharding,
+        device=device,
     )
 
 
@@ -261,17 +267,22 @@ def _fixed(
 ) -> dict[str, int]:
     """What does not depend on the row."""
     frozen, trained = stored_bytes(model, quantization_config)
-    by_layer = [sum(stored_bytes(layer, quantization_config)) for layer in layers]
-    shared = sharding == "fsdp2" and num_ranks > 1
-    share = num_ranks if shared else 1
-    buckets = trained if num_ranks > 1 and not shared else 0
-    gathered = sum(sorted(by_layer)[-2:]) + frozen + trained - sum(by_layer) if shared else 0
+    divided = sharding == "fsdp2" and num_ranks > 1
+    share = num_ranks if divided else 1
+    gathered = 0.0
+    if divided:
+        by_layer = [stored_bytes(layer, quantization_config) for layer in layers]
+        whole = sorted(map(sum, by_layer))
+        # Beside the weights, the gradient of one layer before it is divided.
+        gathered = sum(whole[-2:]) + frozen + trained - sum(whole) + max(layer[1] for layer in by_layer)
+    largest = max((weight.numel() for weight in quantised_weights(model, quantization_config)), default=0)
     return {
         "weights": frozen // share,
         "trained_weights": trained // share,
-        "gradients": trained // share + buckets,
+        "gradients": trained // share,
+        "buckets": trained if num_ranks > 1 and not divided else 0,
         "optimizer": 2 * trained // share,
-        "gathered": gathered,
+        "gathered": int(gathered + 2 * largest),
     }
 
 

@@ -191,8 +191,9 @@ def prepare_query_key(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, use_qk_l2norm: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bring `query` and `key` to the computation's dtype, normalise, scale, and repeat them for the value heads."""
-    num_repeats, rest = divmod(value.shape[2], key.shape[2])
-    if rest or query.shape != key.shape:
+    # Not divmod, which torch.compile cannot trace where sizes vary.
+    num_repeats = value.shape[2] // key.shape[2]
+    if value.shape[2] % key.shape[2] or query.shape != key.shape:
         raise PackingError(
             f"Value heads must be a multiple of key heads, and `query` shaped like `key`, but the shapes are "
             f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}."

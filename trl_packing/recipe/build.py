@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor
+from transformers import AutoProcessor, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, get_quantization_config
 from trl.data_utils import is_conversational, is_conversational_from_value
 
@@ -160,7 +160,12 @@ def load_tokenizer(name: str, samples: Any, args: PackedSFTConfig, revision: str
         raise PackingError(
             f"`chat_template_path` is {template}, which does not exist. Relative paths start at {Path.cwd()}."
         )
-    processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    origin = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+    try:
+        processor = AutoProcessor.from_pretrained(name, **origin)
+    except (OSError, ImportError):
+        # A vision-language model's processor needs its image settings and torchvision. Text needs neither.
+        processor = AutoTokenizer.from_pretrained(name, **origin)
     tokenizer = getattr(processor, "tokenizer", processor)
     sample = next(iter(samples))
     if is_conversational(sample) or is_conversational_from_value(sample):

@@ -1,0 +1,80 @@
+"""
+Two processes on gloo, by every way to spread a model: the same losses from the same adapter, and really divided.
+
+ZeRO takes part where DeepSpeed is installed: `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ENVIRONMENT, TESTS, run
+from tiny_models import tiny_model
+from training import VOCAB_SIZE
+
+from trl_packing._compat import is_available
+
+pytestmark = pytest.mark.slow
+
+BACKENDS = ["ddp", "fsdp2", "native", *(["zero2", "zero3"] if is_available("deepspeed") else [])]
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+RUN = {"max_steps": 3, "learning_rate": 1e-2}
+
+
+def train_by(backend: str, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """Train `tests/backend_run.py` and give what each rank saw."""
+    num_ranks = 1 if backend == "one" else 2
+    folder.mkdir(exist_ok=True)
+    environment = {**ENVIRONMENT, **(FSDP2 if backend == "fsdp2" else {}), "DS_ACCELERATOR": "cpu"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks] if num_ranks > 1 else []
+    words = json.dumps({"backend": backend, **RUN, **options})
+    run([sys.executable, *launcher, TESTS / "backend_run.py", folder, words], env=environment)
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+    assert all(rank["world_size"] == num_ranks for rank in ranks)
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen3-Next: Gated DeltaNet, attention and experts."""
+    folder = tmp_path_factory.mktemp("backends")
+    tiny_model("qwen3_next", vocab_size=VOCAB_SIZE).save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> dict[str, Any]:
+    """One process that does in two micro-steps what two ranks do in one."""
+    (result,) = train_by("one", checkpoint / "one", gradient_accumulation_steps=2)
+    assert result["sharded"] == 0
+    return result
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_losses_are_those_of_one_process_and_parameters_are_divided(
+    backend: str, checkpoint: Path, alone: dict[str, Any]
+) -> None:
+    ranks = train_by(backend, checkpoint / backend)
+    assert len(alone["losses"]) == 3
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert rank["isolated"]
+    if backend == "ddp":
+        assert [rank["wrapped"] for rank in ranks] == ["DistributedDataParallel"] * 2
+    if backend in ("ddp", "zero2"):
+        assert [rank["sharded"] for rank in ranks] == [0, 0]
+    else:
+        assert all(rank["sharded"] > 0.9 for rank in ranks)
+    if backend.startswith("zero"):
+        assert all(rank["wrapped"] == "DeepSpeedEngine" for rank in ranks)
+        assert all(0.49 < rank["optimizer"] < 0.6 for rank in ranks)
