@@ -4,7 +4,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-export OMP_NUM_THREADS ?= 1
 CPU := not gpu and not audit and not kernels and not network
 # Two processes, a whole module in one of them, so that module fixtures are made once.
 PARALLEL ?= -n 2 --dist loadscope
