@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch.distributed.tensor import DTensor, distribute_tensor
 from training import as_dataset, conversations, losses, settings
 
@@ -47,6 +48,10 @@ def backend_settings(backend: str) -> dict[str, Any]:
         stage = int(backend[-1])
         return {"deepspeed": {**ZERO, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}}
     return {}
+
+
+def adapters() -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules="auto")
 
 
 def fix_adapters(model: torch.nn.Module) -> None:
@@ -86,14 +91,12 @@ def main(out: str, options: dict[str, Any]) -> None:
         shard_on_cpu()
     args = settings(out, packing=True, token_budget=300, **backend_settings(backend), **options)
     args["model_init_kwargs"] = {"dtype": "float32", **args.get("model_init_kwargs", {})}
-    from peft import LoraConfig
-
     trainer = PackedSFTTrainer(
         model=str(Path(out).parent / "model"),
         args=PackedSFTConfig(ddp_timeout=120, **args),
         train_dataset=as_dataset(conversations(30)),
         processing_class=byte_tokenizer(),
-        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="auto"),
+        peft_config=adapters(),
     )
     fix_adapters(trainer.model)
     trainer.train(resume_from_checkpoint=resume)

@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backend_run import adapters
 from launching import ENVIRONMENT, TESTS, run
+from peft import get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from training import VOCAB_SIZE
+from transformers import AutoModelForCausalLM
 
 from trl_packing._compat import is_available
+from trl_packing.preflight import check_model
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +43,8 @@ def train_by(backend: str, folder: Path, **options: Any) -> list[dict[str, Any]]
     environment = {**ENVIRONMENT, **(FSDP2 if backend == "fsdp2" else {}), "DS_ACCELERATOR": "cpu"}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks] if num_ranks > 1 else []
     words = json.dumps({"backend": backend, **RUN, **options})
-    run([sys.executable, *launcher, TESTS / "backend_run.py", folder, words], env=environment)
+    # DeepSpeed compiles a communication operation the first time.
+    run([sys.executable, *launcher, TESTS / "backend_run.py", folder, words], env=environment, timeout=600)
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
     assert all(rank["world_size"] == num_ranks for rank in ranks)
     return ranks
@@ -78,3 +84,24 @@ def test_losses_are_those_of_one_process_and_parameters_are_divided(
     if backend.startswith("zero"):
         assert all(rank["wrapped"] == "DeepSpeedEngine" for rank in ranks)
         assert all(0.49 < rank["optimizer"] < 0.6 for rank in ranks)
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend in ("fsdp2", "zero3")])
+def test_resuming_goes_on_with_the_same_losses(backend: str, checkpoint: Path) -> None:
+    folder = checkpoint / f"{backend}-resumed"
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": False}
+    whole = train_by(backend, folder, **saving)
+    resumed = train_by(backend, folder, resume=str(folder / "checkpoint-2"), **saving)
+    # A resumed run keeps the log of the steps before.
+    assert [rank["losses"] for rank in resumed] == [rank["losses"] for rank in whole]
+    assert len(whole[0]["losses"]) == 3
+
+
+def test_native_fsdp2_saves_whole_adapters(checkpoint: Path) -> None:
+    train_by("native", checkpoint / "saved", save_strategy="steps", save_steps=3, save_only_model=True)
+    saved = load_file(checkpoint / "saved" / "checkpoint-3" / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
+    model = get_peft_model(model, check_model(model, adapters()))
+    assert {name: tensor.shape for name, tensor in saved.items()} == {
+        name: tensor.shape for name, tensor in get_peft_model_state_dict(model).items()
+    }

@@ -23,7 +23,8 @@ def test_every_row_has_one_shape_fillers_included():
     collate = RowCollator(PackedCollator(token_budget=64, max_segments=6, host_offsets=True))
     rows = [collate(samples(lengths)) for lengths in ([64], [1] * 6, [5, 30], [20, 20, 20], [])]
     shapes = {
-        tuple((key, tuple(value.shape)) for key, value in row.items() if isinstance(value, torch.Tensor)) for row in rows
+        tuple((key, tuple(value.shape)) for key, value in row.items() if isinstance(value, torch.Tensor))
+        for row in rows
     }
     assert len(shapes) == 1
     assert dict(shapes.pop())["cu_seq_lens_q"] == (8,)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,15 @@ def trained(name: str, folder: Path, precision: str) -> Any:
     return trainer
 
 
+def adapters_of(name: str, *targets: str) -> Any:
+    """The recipe's adapters, with other targets if some are given."""
+    wanted = targets[0] if targets == ("all-linear",) else list(targets)
+    changes = ["--lora_config", json.dumps({"target_modules": wanted})] if targets else []
+    words = ["--config", str(CONFIGS / f"{name}.yaml"), "--use_cpu", "true", "--bf16", "false", *changes]
+    script, _, model_args, _, _ = parse_sft(words)
+    return build_lora(model_args, script.lora_config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in TYPES if name not in ("llama_1b", "llama_70b")])
@@ -136,6 +146,63 @@ def test_recipe_trains_two_steps_and_every_adapter_gets_a_gradient(name: str, pr
     assert {row.kind.split(".")[0] for row in proof.gradients.rows} >= KINDS[TYPES[name]]
     names = [name for name, _ in trainer.model.named_modules() if name.endswith("lora_B.default")]
     assert not [name for name in names if "visual" in name or ".experts." in name or ".gate." in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3next"])
+def test_recipe_trains_on_two_processes(name: str, tmp_path: Path) -> None:
+    words = words_for(name, tmp_path, "float32")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    result = run([sys.executable, *launcher, ROOT / "recipes" / "sft.py", *words], cwd=tmp_path)
+    assert "2 ranks" in result.stdout
+    assert result.stdout.count("Isolation: proven") == 1
+    table = [line for line in result.stdout.splitlines() if re.search(r"\.\w+_proj|\.in_proj", line)]
+    assert table
+    assert all(line.split()[1] == line.split()[2] for line in table), table
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
+        ("llama", ["lm_head"], "lm_head"),
+        ("qwen3next", ["all-linear"], "mlp.gate"),
+        ("qwen3next", ["shared_expert.gate_proj"], "gate_proj"),
+        ("qwen3next", ["gate"], "mlp.gate"),
+        ("qwen3next", ["lm_head"], "lm_head"),
+        ("qwen3_5_moe", ["all-linear"], "shared_expert_gate"),
+        ("bamba", ["conv1d"], "conv1d"),
+        ("granite_4_hybrid", ["conv1d"], "conv1d"),
+        ("nemotron_h", ["in_proj", "out_proj"], "out_proj"),
+        ("falcon_h1", ["conv1d"], "conv1d"),
+        ("lfm2", ["conv.conv"], "conv"),
+    ],
+)
+def test_bad_target_in_a_recipe_is_refused(name: str, targets: list[str], message: str) -> None:
+    with pytest.raises(PackingError, match=re.escape(message)):
+        check_model(build(TYPES[name]), adapters_of(name, *targets))
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "kind"),
+    [
+        ("qwen3next", "shared_expert_gate", "Qwen3NextSparseMoeBlock.shared_expert_gate"),
+        ("qwen3next", "in_proj_ba", "Qwen3NextGatedDeltaNet.in_proj_ba"),
+        ("bamba", "out_proj", "BambaMixer.out_proj"),
+    ],
+)
+def test_target_asked_for_in_a_recipe_is_applied_as_written(name: str, target: str, kind: str) -> None:
+    report = check_lora_targets(build(TYPES[name]), adapters_of(name, target))
+    assert list(report.adapters) == [kind]
+
+
+def test_auto_on_qwen3_next_of_full_size_trains_what_the_recipe_says() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers.Qwen3NextConfig())
+    lora = check_model(model, adapters_of("qwen3next"))
+    report = check_lora_targets(model, lora)
+    assert f"{report.num_trainable / 1e6:.1f} M" == "17.1 M"
+    assert "17.1 M parameters" in (CONFIGS / "qwen3next.yaml").read_text()
 
 
 def test_every_recipe_is_here() -> None:

@@ -48,6 +48,15 @@ def test_kernels_get_boundaries_as_they_want_them(monkeypatch: pytest.MonkeyPatc
     assert first["cu_seqlens_cpu"] is second["cu_seqlens_cpu"]
 
 
+def test_rows_that_lie_channels_first_are_turned_for_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Kernels(monkeypatch, "causal_conv1d")
+    model = kernels.model("zamba")
+    kernels.say_cpu_is_a_gpu()
+    install_dispatchers(model)
+    packed_logits(model, IDS, LENGTHS)
+    assert [call["channels_last"] for call in kernels.of("causal_conv1d_fn")] == [True] * 4
+
+
 def test_offsets_that_transformers_forgets_to_rename_reach_kimi(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = Kernels(monkeypatch, "fla", "causal_conv1d")
     model = kernels.model("kimi_linear")

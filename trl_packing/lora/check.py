@@ -13,6 +13,7 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..errors import PackingError
 from .targets import is_linear, is_router, output_head_name
@@ -117,6 +118,11 @@ def without_weights(model: nn.Module) -> nn.Module:
     Returns:
         `nn.Module`: Without data; a few MB for any size of model.
     """
+    if isinstance(model, FSDPModule):
+        # What `from_pretrained` has divided refuses to be copied, so it is built once more.
+        model_class = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+        with torch.device("meta"):
+            return model_class(copy.deepcopy(model.config))
     memo: dict[int, object] = {}
     for parameter in model.parameters():
         # A parameter that ZeRO-3 has partitioned is empty and knows its shape by another name.

@@ -3,9 +3,9 @@ What a decoder layer keeps of each token from its forward to its backward pass, 
 
 The formulas follow transformers' layers as TRL trains them, with the operations of CUDA packages ("kernels") or ours
 ("torch"). D model width, H and HK query and key heads of width K, values of width V, HV value heads of a DeltaNet, G
-groups of N states and HM heads of width P in a Mamba-2, X channels of the convolution before either, E experts of which
-k are chosen, I inner width of an MLP, C slots in a chunk of our operations. c is the bytes of a matrix product's result,
-s those of the residual stream, 4 those of float32.
+groups of N states and HM heads of width P in a Mamba-2, X channels of the convolution before either, E experts of
+which k are chosen, I inner width of an MLP, C slots in a chunk of our operations. c is the bytes of a matrix
+product's result, s those of the residual stream, 4 those of float32.
 
 | part | kept per token |
 |---|---|
@@ -21,7 +21,8 @@ s those of the residual stream, 4 those of float32.
 | Mamba-2, torch | (8 + c) X + 12 HM P + 4 (4.75 HM P + HM (2 C + 6) + G (2 N + C) + 1.6 HM P N / C) |
 | other linear mixers | 8 c D |
 
-The factors of our own operations were counted, not derived: `benchmarks/memory.py` counts them again.
+The factors of our own operations were counted, and `benchmarks/memory.py` counts them again. Those of kernels are the
+tensors that fla 0.5 and mamba-ssm 2.3 save in their sources; they have not been measured on a GPU.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def estimate_memory(
     layers and R ranks:
 
     - weights, trained weights, gradients and two moments of AdamW: bytes of the parameters, divided by R under FSDP2.
-      DDP adds a bucket as large as the gradients.
+      DDP adds a bucket as large as the gradients. (It also copies up to 250 MB of weights once, at its start.)
     - gathered under FSDP2: the two largest layers, embeddings, final norm and head, whole.
     - activations: T times what every layer keeps (see `activations`); with checkpointing T times D for the input of
       every layer, and what one layer keeps.

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from ..errors import PackingError
 from ..lora import safe_lora_targets
 
-# bitsandbytes: half a byte per weight and a float32 scale per 64 of them; with double quantisation the scale is a byte,
-# with a float32 per 256 of those.
+# bitsandbytes: half a byte per weight and a float32 scale per 64 of them; with double quantisation the scale is a
+# byte, with a float32 per 256 of those.
 _4_BIT, _4_BIT_TWICE = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / 64 / 256
 _8_BIT = 1.0
 
@@ -78,8 +78,8 @@ def decoder_layers(model: Any, config: Any) -> list[nn.Module]:
     layers = next((layers for layers in lists if len(layers) == config.num_hidden_layers), None)
     if layers is None:
         raise PackingError(
-            f"The estimate needs a decoder of {config.num_hidden_layers} layers, but {type(base).__name__} has no list "
-            "of so many modules. Estimate it by hand."
+            f"The estimate needs a decoder of {config.num_hidden_layers} layers, but {type(base).__name__} has no "
+            "list of so many modules. Estimate it by hand."
         )
     return list(layers)
 

@@ -10,7 +10,10 @@ for one segment, `kimi_delta_attention` the form for a whole row. Its arguments 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from ..errors import PackingError
 from .gated_delta_rule import delta_rule_over_waves, naive_gated_delta_rule, prepare_query_key, refuse_cache
@@ -120,7 +123,8 @@ def _chunked(
     since_start = exp_where(layout.continues[:, None, :, None], cumulated)
     until_end = exp_where(layout.hands_over[:, None, :, None], cumulated[..., -1:, :] - cumulated)
     k_beta = k * beta[..., None]
-    scores, system = _decayed_products(torch.stack([q, k_beta]), k, cumulated, layout.segments)
+    products = _decayed_products(torch.stack([q, k_beta], dim=1), k, cumulated, layout.segments)
+    scores, system = products.unbind(1)
     return delta_rule_over_waves(
         layout,
         system=system,
@@ -133,18 +137,18 @@ def _chunked(
     )
 
 
-def _decayed_products(
-    rows: torch.Tensor, columns: torch.Tensor, cumulated: torch.Tensor, segments: torch.Tensor
-) -> torch.Tensor:
+@torch.library.custom_op("trl_packing::decayed_products", mutates_args=())
+def _decayed_products(rows: Tensor, columns: Tensor, cumulated: Tensor, segments: Tensor) -> Tensor:
     """
     Multiply each slot's row with the columns up to it, each channel decayed in between, segments apart.
 
     Built from single slots by doubling. What lies between the halves of a block is decayed from the column to the end
-    of the first half and from there to the row: a plain product, where no exponent can be positive.
+    of the first half and from there to the row: a plain product, where no exponent can be positive. The backward pass
+    is written by hand, because autograd would keep a row's worth of factors for each doubling.
 
     Args:
         rows (`torch.Tensor`):
-            Shape `[S, M, H, C, K]`.
+            Shape `[M, S, H, C, K]`, for S products with the same columns.
         columns (`torch.Tensor`):
             Shape `[M, H, C, K]`.
         cumulated (`torch.Tensor`):
@@ -153,21 +157,85 @@ def _decayed_products(
             Integer of shape `[M, C]`.
 
     Returns:
-        `torch.Tensor`: Shape `[S, M, H, C, C]`, 0 above the diagonal.
+        `torch.Tensor`: Shape `[M, S, H, C, C]`, 0 above the diagonal.
     """
     num_slots = segments.shape[1]
-    segments = segments[:, None, :, None]
-    blocks = (rows * columns).sum(-1)[..., None, None]  # [S, M, H, C / size, size, size]
-    size = 1
-    while size < num_slots:
-        halves = [x.unflatten(-2, (-1, 2, size)).unbind(-3) for x in (rows, columns, cumulated, segments)]
-        (_, row), (column, _), (decay, decay_after), (segment, segment_after) = halves
-        middle, middle_segment = decay[..., -1:, :], segment[..., -1:, :]
-        row = row * exp_where(segment_after == middle_segment, decay_after - middle)
-        column = column * exp_where(segment == middle_segment, middle - decay)
-        between = row @ column.mT
-        first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
-        upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
-        blocks = torch.cat([upper, torch.cat([between, second], dim=-1)], dim=-2)
-        size *= 2
-    return blocks.squeeze(-3)
+    products = rows.new_zeros(*rows.shape[:-1], num_slots)
+    products.diagonal(dim1=-2, dim2=-1).copy_((rows * columns[:, None]).sum(-1))
+    for size in _sizes(num_slots):
+        from_middle, to_middle = _decays_at_middle(cumulated, segments, size)
+        row, column = _halves(rows, size)[1] * from_middle[:, None], _halves(columns, size)[0] * to_middle
+        _between_halves(products, size).copy_(row @ column[:, None].mT)
+    return products
+
+
+@torch.library.custom_op("trl_packing::decayed_products_backward", mutates_args=())
+def _decayed_products_backward(
+    grad: Tensor, rows: Tensor, columns: Tensor, cumulated: Tensor, segments: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    on_diagonal = grad.diagonal(dim1=-2, dim2=-1)[..., None]
+    grad_rows, grad_columns = on_diagonal * columns[:, None], (on_diagonal * rows).sum(1)
+    grad_cumulated = torch.zeros_like(cumulated, memory_format=torch.contiguous_format)
+    for size in _sizes(segments.shape[1]):
+        from_middle, to_middle = _decays_at_middle(cumulated, segments, size)
+        row, column = _halves(rows, size)[1] * from_middle[:, None], _halves(columns, size)[0] * to_middle
+        grad_between = _between_halves(grad, size)
+        grad_row, grad_column = grad_between @ column[:, None], (grad_between.mT @ row).sum(1)
+        _halves(grad_rows, size)[1].addcmul_(grad_row, from_middle[:, None])
+        _halves(grad_columns, size)[0].addcmul_(grad_column, to_middle)
+        grad_after, grad_before = (grad_row * row).sum(1), grad_column * column
+        before, after = _halves(grad_cumulated, size)
+        after += grad_after
+        before -= grad_before
+        before[..., -1, :] += (grad_before - grad_after).sum(-2)
+    return grad_rows, grad_columns, grad_cumulated
+
+
+def _sizes(num_slots: int) -> list[int]:
+    return [1 << power for power in range(num_slots.bit_length() - 1)]
+
+
+def _halves(slots: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """View `[..., C, K]` as the first and second halves of blocks of twice `size` slots: two of `[..., B, size, K]`."""
+    first, second = slots.unflatten(-2, (-1, 2, size)).unbind(-3)
+    return first, second
+
+
+def _between_halves(matrix: Tensor, size: int) -> Tensor:
+    """View `[..., C, C]` as the squares whose rows are second halves and columns the first: `[..., B, size, size]`."""
+    blocks = matrix.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
+    return blocks[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _decays_at_middle(cumulated: Tensor, segments: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Give the decay from the middle of each block to its second half, and from its first half to the middle."""
+    (segment, segment_after), (decay, decay_after) = (
+        _halves(segments[:, None, :, None], size),
+        _halves(cumulated, size),
+    )
+    middle, middle_segment = decay[..., -1:, :], segment[..., -1:, :]
+    from_middle = exp_where(segment_after == middle_segment, decay_after - middle)
+    return from_middle, exp_where(segment == middle_segment, middle - decay)
+
+
+@_decayed_products.register_fake
+def _(rows: Tensor, columns: Tensor, cumulated: Tensor, segments: Tensor) -> Tensor:
+    return rows.new_empty(*rows.shape[:-1], segments.shape[1])
+
+
+@_decayed_products_backward.register_fake
+def _(
+    grad: Tensor, rows: Tensor, columns: Tensor, cumulated: Tensor, segments: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.new_empty(rows.shape), columns.new_empty(columns.shape), cumulated.new_empty(cumulated.shape)
+
+
+def _save_for_products(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_products(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_decayed_products_backward(grad, *ctx.saved_tensors), None
+
+
+_decayed_products.register_autograd(_differentiate_products, setup_context=_save_for_products)

@@ -1,8 +1,8 @@
 """
 The load-balancing loss of experts, over real tokens only.
 
-TRL reads from `attention_mask` which tokens count. Packed rows have none, so it would count alignment tokens and filler
-rows, and read the device once per layer to do so.
+TRL reads from `attention_mask` which tokens count. Packed rows have none, so it would count alignment tokens and
+filler rows, and read the device once per layer to do so.
 """
 
 from __future__ import annotations

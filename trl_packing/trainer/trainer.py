@@ -156,9 +156,7 @@ class PackedSFTTrainer(TokenLossTrainer):
     def _plan_training(self) -> RankedBatchSampler:
         """Plan the training set, or give the plan that was made for it."""
         if self._train_plan is None or self._train_plan.dataset is not self.train_dataset:
-            row_cost = RowCost.from_config(
-                self.model.config.get_text_config(), frozen_base=is_peft_model(self.model)
-            )
+            row_cost = RowCost.from_config(self.model.config.get_text_config(), frozen_base=is_peft_model(self.model))
             self._train_plan = TrainPlan(self.train_dataset, self.args, row_cost)
             self._sampler = self._train_plan.sampler(
                 num_ranks=self.accelerator.num_processes, rank=self.accelerator.process_index
