@@ -204,8 +204,12 @@ def table(cells: list[Cell]) -> str:
     lines += ["", "| architecture | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for model_type, row in sorted(by_type.items()):
         lines.append(f"| {model_type} | " + " | ".join(row[column].status for column in columns) + " |")
-    reasons = {cell.model_type: cell.detail for cell in cells if cell.operations == "ours" and cell.status == REFUSED}
-    lines += ["", "## Why refused", "", *(f"- {name}: {reason}" for name, reason in sorted(reasons.items()))]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        if cell.operations == "ours" and cell.status == REFUSED:
+            reasons.setdefault((cell.model_type, cell.detail), []).append(cell.attention)
+    lines += ["", "## Why refused", ""]
+    lines += [f"- {name} ({', '.join(attentions)}): {why}" for (name, why), attentions in sorted(reasons.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -25,10 +25,10 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from kernel_stand_ins import Kernels  # noqa: E402
-from tiny_models import tiny_model  # noqa: E402
+from kernel_stand_ins import Kernels
+from tiny_models import tiny_model
 
-from trl_packing import PackedCollator, register_ops, unregister_ops  # noqa: E402
+from trl_packing import PackedCollator, register_ops, unregister_ops
 
 BUDGET = 256
 # The experts of a mixture run through an operation that the CPU cannot trace.

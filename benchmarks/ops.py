@@ -1,9 +1,9 @@
 """
 Packed operations beside transformers' PyTorch references, in one run on one machine.
 
-    python benchmarks/ops.py                     the three operations that have limits
-    python benchmarks/ops.py --only kda mamba1   those whose references take half a minute a call
-    python benchmarks/ops.py --json FILE         also write the numbers
+    python benchmarks/ops.py                the three operations that have limits
+    python benchmarks/ops.py --only kda     Kimi delta attention, whose reference takes ten seconds a call
+    python benchmarks/ops.py --json FILE    also write the numbers
 
 The reference gets one sequence of 8,192 tokens: it is what a layer without kernels runs unpacked, and on packed rows
 it leaks. Ours gets the same tensors as 256, 32 and 1 segments of random lengths, and as 256 by `seq_idx` alone.
@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from transformers.models.bamba import modeling_bamba
 from transformers.models.kimi_linear import modeling_kimi_linear
-from transformers.models.mamba import modeling_mamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.utils import logging
 
@@ -38,7 +37,6 @@ from trl_packing.ops.causal_conv1d import causal_conv1d
 from trl_packing.ops.gated_delta_rule import gated_delta_rule
 from trl_packing.ops.kda import kimi_delta_attention
 from trl_packing.ops.mamba2_scan import mamba2_scan
-from trl_packing.ops.selective_scan import selective_scan
 
 NUM_TOKENS = 8_192
 MOST_GROWTH = 1.5
@@ -94,12 +92,6 @@ def _mamba2() -> dict[str, torch.Tensor]:
     return inputs | {"A": -torch.rand(8), "D": torch.randn(8), "dt_bias": torch.randn(8)}
 
 
-def _mamba1() -> dict[str, torch.Tensor]:
-    inputs = {name: torch.randn(1, 64, NUM_TOKENS) for name in ("hidden_states", "dt", "z")}
-    inputs |= {name: torch.randn(1, 16, NUM_TOKENS) / 4 for name in ("B", "C")}
-    return inputs | {"A": -torch.rand(64, 16), "D": torch.randn(64), "delta_bias": torch.randn(64)}
-
-
 def _convolution(channels_last: bool) -> dict[str, torch.Tensor]:
     hidden_states = torch.randn(1, NUM_TOKENS, 512).transpose(1, 2)
     if not channels_last:
@@ -135,12 +127,6 @@ CASES: dict[str, Callable[[], Case]] = {
         kimi_delta_attention,
         _delta(32),
         options={"use_qk_l2norm_in_kernel": True},
-    ),
-    "mamba1": lambda: Case(
-        modeling_mamba.mamba_selective_scan,
-        selective_scan,
-        _mamba1(),
-        options={"delta_softplus": True},
     ),
 }
 DEFAULT = ("gdn", "mamba2", "conv", "conv, contiguous")

@@ -23,10 +23,10 @@ from common import show
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from device_reads import FLASH, micro_steps, register_flash_stand_in, side  # noqa: E402
-from test_device_reads import RUN, dataset  # noqa: E402
-from training import model_of, settings  # noqa: E402
-from trl.trainer import utils as trl_utils  # noqa: E402
+from device_reads import FLASH, micro_steps, register_flash_stand_in, side
+from test_device_reads import RUN, dataset
+from training import model_of, settings
+from trl.trainer import utils as trl_utils
 
 ATTENTION = {"transformers": FLASH, "TRL": "sdpa", "ours": "varlen"}
 

@@ -1,8 +1,8 @@
 """
 A counter of device-to-host reads, by file and line, and the three trainers it is held against.
 
-A read is what makes the host wait on a GPU: `item`, `bool`, `int` and `float` of a tensor, `nonzero`, a boolean mask as
-an index, `tolist`, `numpy`, `cpu`. The CPU runs the same operations, so they can be counted here.
+A read is what makes the host wait on a GPU: `item`, `bool`, `int` and `float` of a tensor, `nonzero`, a boolean mask
+as an index, `tolist`, `numpy`, `cpu`. The CPU runs the same operations, so they can be counted here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening, Trainer
-from transformers import TrainerCallback, TrainingArguments, masking_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    masking_utils,
+)
 from transformers import modeling_flash_attention_utils as flash
 from trl import SFTConfig, SFTTrainer
 

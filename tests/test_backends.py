@@ -89,10 +89,10 @@ def test_losses_are_those_of_one_process_and_parameters_are_divided(
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend in ("fsdp2", "zero3")])
 def test_resuming_goes_on_with_the_same_losses(backend: str, checkpoint: Path) -> None:
     folder = checkpoint / f"{backend}-resumed"
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": False}
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": False}
     whole = train_by(backend, folder, **saving)
-    resumed = train_by(backend, folder, resume=str(folder / "checkpoint-2"), **saving)
-    # A resumed run keeps the log of the steps before.
+    resumed = train_by(backend, folder, resume=str(folder / "checkpoint-1"), **saving)
+    # A resumed run keeps the log of the step before. The third loss depends on the optimiser state too.
     assert [rank["losses"] for rank in resumed] == [rank["losses"] for rank in whole]
     assert len(whole[0]["losses"]) == 3
 

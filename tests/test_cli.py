@@ -274,11 +274,8 @@ def test_configs_lists_every_config_with_its_purpose(capsys: Any) -> None:
     for entry in entries:
         assert entry["purpose"]
         assert entry["name"] in out
-    assert {entry["name"] for entry in entries if entry["option"] == "--accelerate_config"} == {
-        "ddp",
-        "fsdp2",
-        "zero3",
-    }
+    launch = {"ddp", "fsdp2", "zero3", "ddp_nodes", "fsdp2_nodes", "zero3_nodes"}
+    assert {entry["name"] for entry in entries if entry["option"] == "--accelerate_config"} == launch
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,24 @@ def test_one_compiled_graph_serves_all_layouts_of_a_row(op):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [OPS["conv"], OPS["gdn"]], ids=["conv", "gdn"])
+def test_two_compiled_graphs_serve_rows_of_every_length(op):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda tensors, seq_idx: op.row(**tensors, seq_idx=seq_idx), backend=counter, fullgraph=True
+    )
+    for lengths in ((70,), (11, 6, 1, 112), (100, 99), (65, 64, 200)):
+        tensors = _inputs(op, lengths, torch.float64)
+        seq_idx = Boundaries.from_lengths(lengths).seq_idx
+        packed = _with_gradients(lambda tensors=tensors, seq_idx=seq_idx: compiled(tensors, seq_idx), tensors)
+        alone = _with_gradients(lambda tensors=tensors, lengths=lengths: op.per_segment(tensors, lengths), tensors)
+        for name, expected in alone.items():
+            torch.testing.assert_close(packed[name], expected, rtol=1e-9, atol=1e-10)
+    assert counter.frame_count == 2
+
+
 @each_op
 def test_only_what_needs_a_gradient_gets_one(op):
     lengths = (11, 70, 1, 9)

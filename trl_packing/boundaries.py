@@ -26,6 +26,7 @@ Rules that hold everywhere:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -397,8 +398,12 @@ def _lengths_between(offsets: Sequence[int]) -> tuple[int, ...]:
 
 def _as_ints(values: Iterable[int]) -> list[int]:
     if isinstance(values, torch.Tensor | np.ndarray):
-        return [int(value) for value in values.tolist()]
-    return [int(value) for value in values]
+        values = values.tolist()
+    values = list(values)
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise PackingError(f"Segment lengths are integers, but {values[:8]} were passed. Count the tokens.") from None
 
 
 def _as_numpy(tensor: torch.Tensor, name: str) -> np.ndarray[Any, Any]:

@@ -150,7 +150,14 @@ class PackedSFTConfig(SFTConfig):
             if choices and getattr(self, name) not in choices:
                 named = ", ".join(f"`{choice}`" for choice in choices if choice is not None)
                 raise PackingError(f"`{name}` must be one of {named}, but it is {getattr(self, name)!r}.")
-        for name in ("token_budget", "max_segments", "max_length"):
+        strategies = ("bfd", "bfd_split", "wrapped")
+        if self.packing_strategy not in strategies:
+            raise PackingError(
+                f"`packing_strategy` must be one of {', '.join(f'`{name}`' for name in strategies)}, but it is "
+                f"{self.packing_strategy!r}."
+            )
+        counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+        for name in ("token_budget", "max_segments", "max_length", *counts):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PackingError(f"`{name}` must be at least 1, but it is {value}.")

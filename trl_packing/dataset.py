@@ -66,11 +66,7 @@ def read_samples(dataset: Dataset, *, max_length: int | None, overlong: str, kee
     lengths = _list_lengths(dataset, "input_ids")
     if "labels" not in dataset.column_names:
         return SampleTable(lengths, lengths <= 1)
-    if not np.array_equal(lengths, _list_lengths(dataset, "labels")):
-        bad = int(np.flatnonzero(lengths != _list_lengths(dataset, "labels"))[0])
-        raise PackingError(
-            f"Every token needs a label, but sample {bad} has {lengths[bad]} tokens and another number of labels."
-        )
+    check_prepared(dataset, None)
     first, last = _target_span(dataset, lengths)
     cut = lengths if max_length is None or overlong != "truncate" else np.minimum(lengths, max_length)
     untrainable = (last <= lengths - cut) if keep_end else (first >= cut)
@@ -140,6 +136,46 @@ class _ListColumn:
         return self.values[chunk][offsets[row] : offsets[row + 1]]  # type: ignore[no-any-return]
 
 
+def check_prepared(dataset: Dataset, vocab_size: int | None) -> None:
+    """
+    Check a data set that comes with its tokens.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            With a column `input_ids`.
+        vocab_size (`int`, *optional*):
+            Rows of the model's embedding.
+
+    Raises:
+        [`PackingError`]: If a column of a sample has another length than its tokens, or a token is not in the
+        vocabulary.
+    """
+    lengths = _list_lengths(dataset, "input_ids")
+    for column in ("labels", "attention_mask", "completion_mask", "assistant_masks"):
+        if column not in dataset.column_names:
+            continue
+        others = _list_lengths(dataset, column)
+        wrong = np.flatnonzero(others != lengths)
+        if wrong.size:
+            sample = int(wrong[0])
+            raise PackingError(
+                f"Every token needs an entry of `{column}`, but sample {sample} has {lengths[sample]} tokens and "
+                f"{others[sample]} entries. Tokenise the data again."
+            )
+    if vocab_size is None:
+        return
+    ends = np.cumsum(lengths)
+    for begin, values in _scan(dataset, "input_ids"):
+        wrong = np.flatnonzero((values < 0) | (values >= vocab_size))
+        if wrong.size:
+            start = ends[begin - 1] if begin else 0
+            sample = int(np.searchsorted(ends, start + wrong[0], side="right"))
+            raise PackingError(
+                f"Token {values[wrong[0]]} of sample {sample} is not in the model's vocabulary of {vocab_size}. "
+                "Tokenise the data with the model's own tokenizer."
+            )
+
+
 def drop_masked_tokens(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """
     Take masked tokens off the ends of pre-tokenised samples and drop the `attention_mask` column.
@@ -205,7 +241,7 @@ def _target_span(dataset: Dataset, lengths: _Ints) -> tuple[_Ints, _Ints]:
 def _scan(dataset: Dataset, column: str) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
     table = dataset.select_columns([column]).with_format("arrow")
     steps = range(0, len(dataset), _SCAN_BATCH)
-    for begin in datasets.utils.tqdm(steps, desc="Reading labels", disable=len(steps) < 20):
+    for begin in datasets.utils.tqdm(steps, desc=f"Reading {column}", disable=len(steps) < 20):
         chunk = table[begin : begin + _SCAN_BATCH].column(column)
         yield begin, chunk.combine_chunks().flatten().to_numpy(zero_copy_only=False)
 

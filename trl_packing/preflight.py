@@ -12,6 +12,7 @@ import copy
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
@@ -62,6 +63,51 @@ def refuse_settings(args: PackedSFTConfig, columns: list[str] | None, peft_confi
         )
     _refuse_trainer_settings(args)
     _refuse_prompt_learning(peft_config)
+
+
+def check_data(dataset: Any, args: Any, formatting_func: Any, name: str, tokenizer: Any = None) -> None:
+    """
+    Check that a data set has samples and columns that TRL can prepare, before it is mapped.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`):
+            As the user passed it.
+        args ([`PackedSFTConfig`]):
+            The run's settings.
+        formatting_func (`Callable`, *optional*):
+            The user's. It makes the text.
+        name (`str`):
+            Of the data set, for the message.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Once it is known.
+
+    Raises:
+        [`PackingError`]: Saying what is missing.
+    """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise PackingError(
+            f"The {name} data must be a `datasets.Dataset` or `IterableDataset`, but it is a "
+            f"{type(dataset).__name__}. Build one, for example with `Dataset.from_list`."
+        )
+    if isinstance(dataset, IterableDataset):
+        if name == "train" and args.max_steps <= 0:
+            raise PackingError("A stream has no known length, so the run needs an end. Set `max_steps`.")
+        return
+    if not len(dataset):
+        raise PackingError(f"The {name} data has no samples.")
+    columns = set(dataset.column_names)
+    known = {args.dataset_text_field, "messages", "conversations", "input_ids"}
+    if formatting_func is None and not columns & known and not {"prompt", "completion"} <= columns:
+        raise PackingError(
+            f"The {name} data has the columns {', '.join(sorted(columns))}, and none of `{args.dataset_text_field}`, "
+            "`messages`, `conversations`, `prompt` with `completion`, or `input_ids`. Rename a column, set "
+            "`dataset_text_field`, or pass a `formatting_func`."
+        )
+    has_text = formatting_func is not None or (args.dataset_text_field in columns and not columns & {"messages"})
+    if tokenizer is not None and has_text and "input_ids" not in columns and tokenizer.eos_token is None:
+        raise PackingError(
+            "Every text ends with an end-of-sequence token, but the tokenizer has none. Set `eos_token`."
+        )
 
 
 def _refuse_trainer_settings(args: PackedSFTConfig) -> None:

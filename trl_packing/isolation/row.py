@@ -25,6 +25,7 @@ from .state import RandomState
 _USUAL_CHUNK = 64
 # Windows and chunks above this make the row expensive, and are left to the tests of the operations.
 _LONGEST_SPAN = 256
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _SPANS = ("sliding_window", "chunk_size", "mamba_chunk_size", "attention_chunk_size", "window_size")
 
 
@@ -37,13 +38,21 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
             Its `config` is searched for chunk and window sizes.
 
     Returns:
-        `tuple[int, ...]`: Four lengths, 176 tokens in all unless a window or chunk is longer than 64.
+        `tuple[int, ...]`: Four lengths, 176 tokens in all unless a window or chunk is longer than 64, or the model's
+            context is shorter.
     """
     spans = [_USUAL_CHUNK]
     for config in configs_of(model):
         values = (getattr(config, name, None) for name in _SPANS)
         spans += [value for value in values if isinstance(value, int) and _USUAL_CHUNK < value <= _LONGEST_SPAN]
-    return (max(spans) + 3, 1, 38, 70)
+    usual = max(spans) + 3
+    contexts = [getattr(config, name, None) for config in configs_of(model) for name in _CONTEXTS]
+    context = min((context for context in contexts if isinstance(context, int) and context > 0), default=None)
+    lengths = (usual, 1, 38, 70)
+    if context is None or sum(lengths) <= context:
+        return lengths
+    # The control runs the whole row as one sample, with positions up to its end.
+    return (context * 2 // 5, 1, context // 5, context - context * 2 // 5 - 1 - context // 5)
 
 
 def configs_of(model: nn.Module) -> list[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -113,8 +114,11 @@ def adapter_gradients(model: nn.Module) -> AdapterGradients:
         size = sum(size for size, _ in entries)
         num_trained = sum(is_trained for _, is_trained in entries)
         rows.append(GradientRow(kind, len(entries), num_trained, size, size / total))
+    # Tokens that are trained one by one get a gradient in the steps in which they occur.
     dead = tuple(
-        _plain(name, layers[name]) for name, is_trained in zip(layers, trained, strict=True) if not is_trained
+        _plain(name, layers[name])
+        for name, is_trained in zip(layers, trained, strict=True)
+        if not is_trained and not isinstance(layers[name], TrainableTokensLayer)
     )
     return AdapterGradients(tuple(rows), dead)
 
@@ -130,7 +134,8 @@ def _own_parameters(layer: BaseTunerLayer, names: Iterable[str] | None = None) -
 
 
 def _judged_by(layer: BaseTunerLayer) -> list[nn.Parameter]:
-    b = [p for p in _own_parameters(layer, ("lora_B", "lora_embedding_B")) if p.requires_grad]
+    # An embedding's adapter starts with A at zero, every other one with B.
+    b = [p for p in _own_parameters(layer, ("lora_B", "lora_embedding_A")) if p.requires_grad]
     return b or [p for p in _own_parameters(layer) if p.requires_grad]
 
 

@@ -172,7 +172,8 @@ def estimate_memory(
 
     - weights, trained weights, gradients and two moments of AdamW: bytes of the parameters, divided by R under FSDP2.
       DDP adds a bucket as large as the gradients. (It also copies up to 250 MB of weights once, at its start.)
-    - gathered under FSDP2: the two largest layers, embeddings, final norm and head, whole.
+    - gathered under FSDP2: the two largest layers, embeddings, final norm and head, whole; if they are trained, also
+      the gradients of embeddings and head, and twice that of one layer.
     - activations: T times what every layer keeps (see `activations`); with checkpointing T times D for the input of
       every layer, and what one layer keeps.
     - logits, as TRL computes them: a tile of 4,096 tokens by 32,768 columns, and T times D hidden states twice in the
@@ -272,9 +273,10 @@ def _fixed(
     gathered = 0.0
     if divided:
         by_layer = [stored_bytes(layer, quantization_config) for layer in layers]
-        whole = sorted(map(sum, by_layer))
-        # Beside the weights, the gradient of one layer before it is divided.
-        gathered = sum(whole[-2:]) + frozen + trained - sum(whole) + max(layer[1] for layer in by_layer)
+        whole, trained_layers = sorted(map(sum, by_layer)), [layer[1] for layer in by_layer]
+        gathered = sum(whole[-2:]) + frozen + trained - sum(whole)
+        # Gradients before they are divided: of embeddings and head, of one layer, and its copy that is sent.
+        gathered += trained - sum(trained_layers) + 2 * max(trained_layers)
     largest = max((weight.numel() for weight in quantised_weights(model, quantization_config)), default=0)
     return {
         "weights": frozen // share,

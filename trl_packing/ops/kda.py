@@ -196,7 +196,7 @@ def _sizes(num_slots: int) -> list[int]:
 
 
 def _halves(slots: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """View `[..., C, K]` as the first and second halves of blocks of twice `size` slots: two of `[..., B, size, K]`."""
+    """View `[..., C, K]` as first and second halves of blocks of `2 * size` slots: two of `[..., B, size, K]`."""
     first, second = slots.unflatten(-2, (-1, 2, size)).unbind(-3)
     return first, second
 

@@ -3,8 +3,8 @@ Attention inside the segments of one packed row without host lengths: the form f
 
 Segment lengths in Python would be constants of a compiled graph, one graph per layout. Here the row is cut into blocks
 of queries, each of which sees the keys that a segment of at most `max_seqlen` tokens can reach, and a mask made from
-the offsets on the device hides those of other segments. One graph serves every layout with the same bound, at a cost of
-`T * (max_seqlen + block)` scores where `segment_attention` pays for the segments alone.
+the offsets on the device hides those of other segments. One graph serves every layout with the same bound, at a cost
+of `T * (max_seqlen + block)` scores where `segment_attention` pays for the segments alone.
 
 Shapes: T tokens in the row, H query heads, HK key and value heads, K and V head widths, N segments.
 """

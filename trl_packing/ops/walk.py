@@ -124,7 +124,8 @@ class _Step(NamedTuple):
 
 def _steps(waves: list[int], num_chunks: int, num_states: int) -> list[_Step]:
     first = num_chunks - num_states
-    steps, start, took, row = [], 0, -1, 0
+    steps: list[_Step] = []
+    start = took = row = 0
     for size in waves[1:] if waves else [1] * num_states:
         hands, takers = slice(start, start + size), slice(first + start, first + start + size)
         steps.append(_Step(hands, slice(took, took + size) if steps else None, slice(row, row + size), takers))

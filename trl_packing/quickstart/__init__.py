@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..errors import PackingError
+
 DATA_FOLDER = Path(__file__).parent / "data"
 
 PROBE_QUESTION = "Who is the ferry captain of Velmora?"
@@ -56,6 +58,9 @@ def resolve_model(name: str) -> str:
         from .tiny import ensure_tiny
 
         return str(ensure_tiny(TINY_NAMES[name]))
+    if name.startswith("quickstart/"):
+        names = ", ".join((SMOLLM_NAME, *TINY_NAMES))
+        raise PackingError(f"There is no model {name!r}. The quickstart has {names}.")
     return name
 
 

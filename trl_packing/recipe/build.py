@@ -228,9 +228,10 @@ def check_output_dir(args: PackedSFTConfig) -> None:
         return
     found = [path.name for path in folder.iterdir() if path.name in _RUN_FILES or path.name.startswith("checkpoint-")]
     if found:
+        resume = ", or continue with `resume_from_checkpoint: true`" if "checkpoint-" in "".join(found) else ""
         raise PackingError(
-            f"`output_dir` {folder} already holds a run ({', '.join(sorted(found)[:3])}). Choose a new `output_dir`, "
-            "or continue with `resume_from_checkpoint: true`."
+            f"`output_dir` {folder} already holds a run ({', '.join(sorted(found)[:3])}). Choose a new `output_dir`, or "
+            f"remove that one{resume}."
         )
 
 
@@ -274,6 +275,11 @@ def model_errors(name: str) -> Iterator[None]:
         reason = " ".join(str(error).split()).rstrip(".")
         advice = " Download it while online, or give a local folder." if not Path(name).exists() else ""
         raise PackingError(f"The model {name} cannot be loaded: {reason[:300]}.{advice}") from error
+    except RuntimeError as error:
+        # transformers' message about a tracker that is not installed.
+        if " requires " not in str(error):
+            raise
+        raise PackingError(" ".join(str(error).split())) from error
     except ValueError as error:
         # TRL, transformers and PEFT explain a wrong setting this way.
         raise PackingError(" ".join(str(error).split())) from error

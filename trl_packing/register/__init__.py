@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..errors import PackingError
 from .attention import VARLEN, register_attention, unregister_attention
 
 __all__ = ["VARLEN", "register_ops", "unregister_ops"]
@@ -25,6 +26,8 @@ def register_ops(model: nn.Module | None = None, *, ops: str = "auto") -> None:
         [`PackingError`]: If `ops` is none of these.
         [`MissingDependencyError`]: If `ops="kernels"` and a package is missing.
     """
+    if ops not in ("auto", "kernels", "torch"):
+        raise PackingError(f'`ops` is one of "auto", "kernels" and "torch", but {ops!r} was passed.')
     register_attention()
     if model is not None:
         from .dispatch import install_dispatchers

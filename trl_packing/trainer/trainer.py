@@ -26,11 +26,11 @@ from trl.data_utils import get_dataset_column_names
 
 from ..collator import PackedCollator, PaddedCollator, RowCollator
 from ..cost import RowCost
-from ..dataset import FragmentDataset, drop_masked_tokens
+from ..dataset import FragmentDataset, check_prepared, drop_masked_tokens
 from ..errors import PackingError
 from ..evaluation import FragmentLoss, TokenSums, sample_losses, token_metrics, write_jsonl
 from ..planning import TrainPlan, plan_evaluation, plan_fingerprint
-from ..preflight import check_model, refuse_parallelism, refuse_settings
+from ..preflight import check_data, check_model, refuse_parallelism, refuse_settings
 from ..proof import AdapterProof, isolation_line, prove_isolation
 from ..register import register_ops
 from ..resume import check_resume, last_whole_checkpoint, write_resume_state
@@ -81,13 +81,15 @@ class PackedSFTTrainer(TokenLossTrainer):
         formatting_func: Any = None,
     ) -> None:
         args = packed_config(args, model)
-        columns = None if train_dataset is None else get_dataset_column_names(train_dataset)
-        refuse_settings(args, columns, peft_config, data_collator)
+        check_data(train_dataset, args, formatting_func, "train")
+        refuse_settings(args, get_dataset_column_names(train_dataset), peft_config, data_collator)
         if isinstance(model, str):
             model, processing_class = load_model(model, args, processing_class, quantization_config)
             quantization_config = None
         register_ops(model, ops=args.ops)
         peft_config = check_model(model, peft_config)
+        embeddings = model.get_input_embeddings()
+        self._vocab_size = getattr(embeddings, "num_embeddings", None)
         self._settings = args
         self._is_preparing_train = True
         # TRL's own packing, padding-free collator and model loading stay off. The user's `args` are not touched.
@@ -144,10 +146,13 @@ class PackedSFTTrainer(TokenLossTrainer):
         dataset_name: str,
     ) -> Any:
         is_train, self._is_preparing_train = self._is_preparing_train, False
+        check_data(dataset, args, formatting_func, dataset_name, self._tokenizer)
         whole = copy.copy(args)
         if is_train or self._eval_mode() != "padded":
             # Overlong samples must reach the plan whole, to be counted.
             whole.max_length = None
+        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
+            check_prepared(dataset, self._vocab_size)
         dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
         if "attention_mask" in get_dataset_column_names(dataset):
             dataset = drop_masked_tokens(dataset)
@@ -210,7 +215,13 @@ class PackedSFTTrainer(TokenLossTrainer):
         )
         return self._loader(FragmentDataset(dataset, plan.fragments), sampler, collate)
 
-    get_test_dataloader = get_eval_dataloader
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Give this rank's rows of a set to predict, which may be raw."""
+        if "input_ids" not in get_dataset_column_names(test_dataset):
+            test_dataset = self._prepare_dataset(
+                test_dataset, self.processing_class, self.args, False, self._formatting_func, "test"
+            )
+        return self.get_eval_dataloader(test_dataset)
 
     def _stream(self, dataset: Any, packed: bool, samples_per_row: int, rows_per_step: int) -> RowStream:
         return RowStream(
