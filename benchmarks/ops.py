@@ -14,19 +14,16 @@ The exit code is 1 if a limit is broken.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common import show
 from transformers.models.bamba import modeling_bamba
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -119,7 +116,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "conv": lambda: Case(
         modeling_qwen3_next.causal_conv1d_fn, causal_conv1d, _convolution(True), 1.5, {"activation": "silu"}
     ),
-    "conv, contiguous": lambda: Case(
+    "conv-contiguous": lambda: Case(
         modeling_qwen3_next.causal_conv1d_fn, causal_conv1d, _convolution(False), 1.5, {"activation": "silu"}
     ),
     "kda": lambda: Case(
@@ -129,7 +126,7 @@ CASES: dict[str, Callable[[], Case]] = {
         options={"use_qk_l2norm_in_kernel": True},
     ),
 }
-DEFAULT = ("gdn", "mamba2", "conv", "conv, contiguous")
+DEFAULT = ("gdn", "mamba2", "conv", "conv-contiguous")
 
 
 def random_lengths(num_segments: int) -> tuple[int, ...]:
@@ -155,52 +152,31 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def environment() -> dict[str, str]:
-    """Describe the machine and what is installed."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "threads": "1",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "numpy")},
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=DEFAULT, help="operations to measure")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--json", help="where to write the numbers")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     logging.set_verbosity_error()
 
-    print(
-        f"{NUM_TOKENS} tokens, CPU ms, forward and backward; "
-        + ", ".join(f"{k} {v}" for k, v in environment().items())
-    )
-    print(f"{'':18} reference    256     32      1  256 by seq_idx | 256/reference  limit  256/32  limit")
-    results, broken = {}, []
+    rows: list[dict[str, Any]] = []
+    broken = []
     for name in args.only:
         case = CASES[name]()
         for tensor in case.inputs.values():
             tensor.requires_grad_()
         times = measure(case, args.rounds)
         ratio, growth = times["256"] / times["reference"], times["256"] / times["32"]
-        print(
-            f"{name:18} {times['reference']:9.0f} {times['256']:6.0f} {times['32']:6.0f} {times['1']:6.0f}"
-            f" {times['256 by seq_idx']:15.0f} | {ratio:13.2f} {case.limit or '-':>6} {growth:7.2f} {MOST_GROWTH:>6}"
-        )
-        results[name] = times | {"256/reference": ratio, "256/32": growth, "limit": case.limit}
+        verdict = {"of reference": ratio, "limit": case.limit or "-", "of 32": growth, "its limit": MOST_GROWTH}
+        rows.append({"operation": name, **times, **verdict})
         if growth > MOST_GROWTH or (case.limit is not None and ratio > case.limit):
             broken.append(name)
+    show(f"{NUM_TOKENS} tokens, CPU ms, forward and backward", rows, args.json, "One thread.")
     if broken:
         print(f"over the limit: {', '.join(broken)}", file=sys.stderr)
-    if args.json:
-        args.json.write_text(json.dumps({"tokens": NUM_TOKENS, "environment": environment(), "ms": results}, indent=2))
     return 1 if broken else 0
 
 

@@ -17,6 +17,8 @@ DENSE = {"qwen3_next": {"mlp_only_layers": [0, 1, 2]}}
 BUDGET = 96
 LAYOUTS = [[90], [40, 41, 9], [20] * 4, [12] * 8, [5, 11, 2, 30, 1, 40], [3] * 30, [47, 48], [96], [11, 12, 23, 48, 2]]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():

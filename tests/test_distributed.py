@@ -73,9 +73,25 @@ def test_resuming_in_epoch_2_goes_on_with_its_own_plan(tmp_path):
     assert [rank["seen"] for rank in resumed] == [rank["seen"][-left:] for rank in whole]
 
 
+def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(tmp_path):
+    """As long as a step holds as many rows, its samples are the same on any number of ranks."""
+    run = {**PACKED, "num_train_epochs": 1, "token_budget": 150, "max_length": 150}
+    two = {"gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    whole = train_on(2, tmp_path / "whole", **run, **two)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    (resumed,) = train_on(1, tmp_path / "one", resume=checkpoint, gradient_accumulation_steps=2, **run)
+    before = sorted(number for rank in whole for row in rank["seen"][:2] for number in row)
+    assert len(before) > 0
+    assert sorted(before + samples_of([resumed])) == [*range(30)]
+    assert resumed["losses"] == pytest.approx(whole[0]["losses"], rel=1e-5)
+    with pytest.raises(AssertionError, match="gradient_accumulation_steps"):
+        train_on(1, tmp_path / "refused", resume=checkpoint, gradient_accumulation_steps=1, **run)
+
+
 def test_a_run_killed_while_saving_goes_on_from_its_last_whole_checkpoint(tmp_path):
     """SIGKILL after the weights of step 3 and before its trainer state: step 2 is the last whole checkpoint."""
-    run = {**PACKED, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    run = {**PACKED, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    run |= {"save_strategy": "steps", "save_steps": 1}
     (whole,) = train_on(1, tmp_path / "whole", **run)
     with pytest.raises(AssertionError, match="ended with -9"):
         train_on(1, tmp_path / "killed", kill_in_save=3, **run)

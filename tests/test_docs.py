@@ -1,4 +1,5 @@
-"""What is written for readers is true: docstring examples run, public names are in the README, links lead somewhere."""
+"""What is written for readers is true: docstring examples run, public names are in the README, links lead "
+"somewhere."""
 
 import doctest
 import importlib
@@ -63,7 +64,8 @@ def test_public_names_are_the_designs():
 
 
 def test_files_that_the_readme_names_exist():
-    targets = re.findall(r"\]\(([^)#:]+)\)", README) + re.findall(r"`((?:recipes|benchmarks|configs)/[\w./-]+)`", README)
+    targets = re.findall(r"\]\(([^)#:]+)\)", README)
+    targets += re.findall(r"`((?:recipes|benchmarks|configs)/[\w./-]+)`", README)
     missing = [target for target in targets if not (ROOT / target).exists()]
     assert targets
     assert not missing

@@ -113,6 +113,14 @@ def test_a_leaking_model_stops_before_step_1(tmp_path):
     assert all(torch.equal(param, before[name]) for name, param in trainer.model.named_parameters())
 
 
+def test_the_proof_goes_into_the_log(tmp_path):
+    trainer = packed_trainer(tmp_path, conversations(8), max_steps=2)
+    trainer.train()
+    first, second = (entry for entry in trainer.state.log_history if "loss" in entry)
+    assert first["isolation_max_leak"] == 0.0
+    assert "isolation_max_leak" not in second
+
+
 def test_without_the_check_the_run_says_so(tmp_path, capsys):
     trainer = packed_trainer(tmp_path, conversations(4), max_steps=1, isolation_check="off")
     trainer.train()

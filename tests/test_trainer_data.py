@@ -160,6 +160,20 @@ def test_pissa_trains_and_evaluates_the_same_model(tmp_path):
     assert losses(trainer)[0] == pytest.approx(before, rel=1e-5)
 
 
+def test_a_plan_of_unmasked_data_reads_lengths_only(tmp_path, monkeypatch):
+    import trl_packing.dataset as reading
+
+    def refuse(*args):
+        raise AssertionError("tokens were read")
+
+    text = Dataset.from_list([{"text": "word " * number} for number in range(1, 9)])
+    monkeypatch.setattr(reading, "_scan", refuse)
+    trainer = packed_trainer(tmp_path, text, packing=True)
+    assert trainer.plan_report.num_trained_samples == 8
+    with pytest.raises(AssertionError, match="tokens were read"):
+        packed_trainer(tmp_path, conversations(4), packing=True, assistant_only_loss=True)
+
+
 def test_room_for_balancing_never_costs_a_row_that_samples_fill_exactly(tmp_path):
     run = {"packing": True, "max_length": 16, "token_budget": 32}
     exact = packed_trainer(tmp_path, tokens(*[16] * 40), **run)

@@ -43,7 +43,9 @@ class SampleTable:
     untrainable: _Bools
 
 
-def read_samples(dataset: Dataset, *, max_length: int | None, overlong: str, keep_end: bool) -> SampleTable:
+def read_samples(
+    dataset: Dataset, *, max_length: int | None, overlong: str, keep_end: bool, masked: bool = True
+) -> SampleTable:
     """
     Read lengths and trainability of every sample.
 
@@ -56,6 +58,8 @@ def read_samples(dataset: Dataset, *, max_length: int | None, overlong: str, kee
             Policy for longer samples. Only `"truncate"` takes tokens away.
         keep_end (`bool`):
             Whether a cut keeps the end of a sample instead of its start.
+        masked (`bool`, *optional*, defaults to `True`):
+            Whether labels may be -100. If not, they are not read: a plan reads lengths only.
 
     Returns:
         [`SampleTable`]: In data order.
@@ -64,14 +68,14 @@ def read_samples(dataset: Dataset, *, max_length: int | None, overlong: str, kee
         [`PackingError`]: If a sample's labels differ in number from its tokens, or `seq_lengths` do not add up.
     """
     lengths = _list_lengths(dataset, "input_ids")
-    if "labels" not in dataset.column_names:
-        return SampleTable(lengths, lengths <= 1)
     check_prepared(dataset, None)
+    if "seq_lengths" in dataset.column_names:
+        _check_seq_lengths(dataset, lengths, max_length)
+    if not masked or "labels" not in dataset.column_names:
+        return SampleTable(lengths, lengths <= 1)
     first, last = _target_span(dataset, lengths)
     cut = lengths if max_length is None or overlong != "truncate" else np.minimum(lengths, max_length)
     untrainable = (last <= lengths - cut) if keep_end else (first >= cut)
-    if "seq_lengths" in dataset.column_names:
-        _check_seq_lengths(dataset, lengths, max_length)
     return SampleTable(lengths, untrainable)
 
 

@@ -35,11 +35,14 @@ class TrainPlan:
             The run's settings.
         row_cost ([`RowCost`]):
             What a row costs on the model.
+        masked (`bool`, *optional*, defaults to `True`):
+            Whether labels may be -100. If not, planning reads lengths only.
     """
 
     dataset: Dataset
     args: PackedSFTConfig
     row_cost: RowCost
+    masked: bool = True
 
     @cached_property
     def samples(self) -> SampleTable:
@@ -49,6 +52,7 @@ class TrainPlan:
             max_length=self.args.max_length,
             overlong=self.args.resolved_overlong,
             keep_end=self.args.truncation_mode == "keep_end",
+            masked=self.masked,
         )
 
     @property

@@ -230,8 +230,8 @@ def check_output_dir(args: PackedSFTConfig) -> None:
     if found:
         resume = ", or continue with `resume_from_checkpoint: true`" if "checkpoint-" in "".join(found) else ""
         raise PackingError(
-            f"`output_dir` {folder} already holds a run ({', '.join(sorted(found)[:3])}). Choose a new `output_dir`, or "
-            f"remove that one{resume}."
+            f"`output_dir` {folder} already holds a run ({', '.join(sorted(found)[:3])}). Choose a new `output_dir`, "
+            f"or remove that one{resume}."
         )
 
 

@@ -25,6 +25,7 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
     _sums: dict[str, TokenSums]
     _fragment_losses: list[FragmentLoss] | None
     _logged_at: float
+    _rank_idle: float | None
     _replaces_nan_losses: bool
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -153,5 +154,7 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
         }
         if self.args.packing:
             metrics["fill_rate"] = totals["tokens"] / (rows * self.args.resolved_token_budget)
+        if self._rank_idle is not None:
+            metrics["rank_idle"] = self._rank_idle
         self._logged_at = now
         return metrics

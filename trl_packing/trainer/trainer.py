@@ -91,6 +91,7 @@ class PackedSFTTrainer(TokenLossTrainer):
         embeddings = model.get_input_embeddings()
         self._vocab_size = getattr(embeddings, "num_embeddings", None)
         self._settings = args
+        self._may_mask_labels = True
         self._is_preparing_train = True
         # TRL's own packing, padding-free collator and model loading stay off. The user's `args` are not touched.
         stock = copy.copy(args)
@@ -127,6 +128,7 @@ class PackedSFTTrainer(TokenLossTrainer):
         self._sums = {"train": TokenSums(device), "eval": TokenSums(device)}
         self._fragment_losses: list[FragmentLoss] | None = None
         self._logged_at = time.perf_counter()
+        self._rank_idle: float | None = None
         self._train_plan: TrainPlan | None = None
         self._sampler: RankedBatchSampler | None = None
         self.isolation_report: Any = None
@@ -147,6 +149,9 @@ class PackedSFTTrainer(TokenLossTrainer):
     ) -> Any:
         is_train, self._is_preparing_train = self._is_preparing_train, False
         check_data(dataset, args, formatting_func, dataset_name, self._tokenizer)
+        if is_train:
+            given = {"labels", "assistant_masks"} & set(get_dataset_column_names(dataset))
+            self._may_mask_labels = bool(given or args.assistant_only_loss or self.completion_only_loss)
         whole = copy.copy(args)
         if is_train or self._eval_mode() != "padded":
             # Overlong samples must reach the plan whole, to be counted.
@@ -162,7 +167,7 @@ class PackedSFTTrainer(TokenLossTrainer):
         """Plan the training set, or give the plan that was made for it."""
         if self._train_plan is None or self._train_plan.dataset is not self.train_dataset:
             row_cost = RowCost.from_config(self.model.config.get_text_config(), frozen_base=is_peft_model(self.model))
-            self._train_plan = TrainPlan(self.train_dataset, self.args, row_cost)
+            self._train_plan = TrainPlan(self.train_dataset, self.args, row_cost, self._may_mask_labels)
             self._sampler = self._train_plan.sampler(
                 num_ranks=self.accelerator.num_processes, rank=self.accelerator.process_index
             )
@@ -309,12 +314,15 @@ class PackedSFTTrainer(TokenLossTrainer):
             )
             return
         self.isolation_report = prove_isolation(self.model, self.accelerator)
+        # With the first log, and so into every tracker.
+        self._metrics["train"]["isolation_max_leak"].append(self.isolation_report.max_leak)
         self.accelerator.print(isolation_line(self.isolation_report))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # The Trainer's own `set_epoch` does not reach a sampler that a resumed run has wrapped.
         if self._sampler is not None:
             self._sampler.set_epoch(kwargs["epoch"])
+            self._rank_idle = self._sampler.idle(kwargs["epoch"])[1] if self.accelerator.num_processes > 1 else None
         super()._run_epoch(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
