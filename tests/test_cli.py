@@ -167,7 +167,7 @@ def test_accelerate_config_is_ours_or_trls_or_a_path(
         ([*CPU, "llama.yaml"], ["'llama.yaml'"]),
         ([*CPU, "--num_processes", "two"], ["num_processes", "'two'"]),
         ([*CPU, "--num_processes"], ["num_processes"]),
-        ([*CPU, "--accelerate_config", "fsdp9"], ["fsdp9", "ddp, fsdp2, zero3"]),
+        ([*CPU, "--accelerate_config", "fsdp9"], ["fsdp9", "ddp, ddp_nodes, fsdp2"]),
         ([*CPU, "--accelerate_config"], ["`--accelerate_config` needs"]),
         (["--overlong", "cut"], ["overlong", "truncate"]),
         (["--use_cpu", "false", "--bf16", "true"], ["`use_cpu: true`"]),

@@ -74,3 +74,10 @@ def test_a_wrong_plan_is_refused(words: list[str], parts: list[str], capsys: Any
     code, out, err = call(capsys, "plan", *words)
     assert (code, out) == (2, "")
     assert all(part in err for part in parts), err
+
+
+def test_plan_also_says_what_memory_the_run_takes(capsys: Any) -> None:
+    code, out, _ = call(capsys, "plan", *RUN, "--json")
+    assert code == 0
+    assert 0 < json.loads(out)["memory"]["total"] < 2**32
+    assert "optimiser" in call(capsys, "plan", *RUN)[1]

@@ -238,7 +238,7 @@ def _plan(words: list[str]) -> int:
     with usage_errors(parser.prog):
         # What libraries print is no result.
         with contextlib.redirect_stdout(sys.stderr):
-            from .recipe import parse_sft, plan_sft
+            from .recipe import estimate_sft, parse_sft, plan_sft
 
             # No weight is loaded, so a config for a GPU can be planned anywhere.
             no_gpu = ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]
@@ -246,9 +246,18 @@ def _plan(words: list[str]) -> int:
                 ["--config", own.config, *rest, *no_gpu], recipe_file=recipe_folder() / "sft.py", prog=parser.prog
             )
             report = plan_sft(*settings, num_ranks=own.ranks)
+            memory = estimate_sft(
+                *settings[:3],
+                mixed_precision=settings[2].dtype in ("bfloat16", "float16"),
+                num_ranks=own.ranks,
+                segments_per_row=report.segments_per_row,
+            )
             if own.picture is not None:
                 report.save_picture(own.picture)
-        _print(json.dumps(report.to_dict(), indent=2) if own.json else report.to_text())
+        if own.json:
+            _print(json.dumps({**report.to_dict(), "memory": None if memory is None else memory.to_dict()}, indent=2))
+        else:
+            _print("\n\n".join(part.to_text() for part in (report, memory) if part is not None))
     return 0
 
 

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .build import build_sft, finish_sft, parse_sft
     from .config import usage_errors
-    from .plan import plan_sft
+    from .plan import estimate_sft, plan_sft
 
-__all__ = ["build_sft", "finish_sft", "parse_sft", "plan_sft", "usage_errors"]
+__all__ = ["build_sft", "estimate_sft", "finish_sft", "parse_sft", "plan_sft", "usage_errors"]
 
 _HOME = {
     "build_sft": "build",
     "finish_sft": "build",
     "parse_sft": "build",
+    "estimate_sft": "plan",
     "plan_sft": "plan",
     "usage_errors": "config",
 }

@@ -88,7 +88,7 @@ def build_sft(
     if not model_args.model_name_or_path:
         raise PackingError("A run needs a model, but `model_name_or_path` is not set. Give a hub id or a folder.")
     check_output_dir(training_args)
-    peft_config = build_lora(model_args, _lora_mapping(script_args.lora_config))
+    peft_config = build_lora(model_args, lora_mapping(script_args.lora_config))
     quantization_config = get_quantization_config(model_args)
     name = resolve_model(model_args.model_name_or_path)
     check_model_name(name)
@@ -285,6 +285,7 @@ def model_errors(name: str) -> Iterator[None]:
         raise PackingError(" ".join(str(error).split())) from error
 
 
-def _lora_mapping(value: Any) -> Mapping[str, Any] | None:
+def lora_mapping(value: Any) -> Mapping[str, Any] | None:
+    """Give `RecipeArguments.lora_config` the type it has once it is parsed."""
     assert value is None or isinstance(value, Mapping)
     return value

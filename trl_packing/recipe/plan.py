@@ -7,17 +7,18 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
-from trl import DatasetMixtureConfig, ModelConfig
+from trl import DatasetMixtureConfig, ModelConfig, get_quantization_config
 
 from ..config import PackedSFTConfig
 from ..cost import RowCost
 from ..errors import PackingError
+from ..memory import MemoryEstimate, estimate_memory
 from ..planning import TrainPlan
 from ..quickstart import resolve_model
 from ..report import PlanReport
 from ..trainer import PackedSFTTrainer
-from .build import check_model_name, load_samples, load_tokenizer, model_errors
-from .config import RecipeArguments
+from .build import check_model_name, load_samples, load_tokenizer, lora_mapping, model_errors
+from .config import RecipeArguments, build_lora
 
 
 def plan_sft(
@@ -63,6 +64,60 @@ def plan_sft(
         prepared = _prepare(config, tokenizer, samples, training_args)
     plan = TrainPlan(prepared, training_args, RowCost.from_config(config.get_text_config()))
     return plan.report(plan.sampler(num_ranks=num_ranks, rank=0))
+
+
+def estimate_sft(
+    script_args: RecipeArguments,
+    training_args: PackedSFTConfig,
+    model_args: ModelConfig,
+    *,
+    mixed_precision: bool,
+    num_ranks: int = 1,
+    segments_per_row: float = 1.0,
+) -> MemoryEstimate | None:
+    """
+    Estimate the memory of a run on one GPU, by formula, from the model's configuration alone.
+
+    Args:
+        script_args ([`RecipeArguments`]):
+            Adapter settings.
+        training_args ([`PackedSFTConfig`]):
+            The run's settings.
+        model_args ([`~trl.ModelConfig`]):
+            Model, dtype and adapter settings.
+        mixed_precision (`bool`):
+            Whether the run computes under autocast.
+        num_ranks (`int`, *optional*, defaults to `1`):
+            Processes that will train, each with a copy of the model.
+        segments_per_row (`float`, *optional*, defaults to `1.0`):
+            Mean of the plan.
+
+    Returns:
+        [`MemoryEstimate`] or `None`: `None` if rows have no token budget.
+
+    Raises:
+        [`PackingError`]: If the adapter settings cannot be used.
+    """
+    row_tokens = training_args.resolved_token_budget
+    if row_tokens is None:
+        return None
+    name = resolve_model(str(model_args.model_name_or_path))
+    with model_errors(name):
+        config = AutoConfig.from_pretrained(
+            name, revision=model_args.model_revision, trust_remote_code=training_args.trust_remote_code
+        )
+        return estimate_memory(
+            config,
+            row_tokens=row_tokens,
+            peft_config=build_lora(model_args, lora_mapping(script_args.lora_config)),
+            quantization_config=get_quantization_config(model_args),
+            dtype=model_args.dtype or "float32",
+            mixed_precision=mixed_precision,
+            gradient_checkpointing=training_args.gradient_checkpointing,
+            gradient_accumulation_steps=training_args.gradient_accumulation_steps,
+            num_ranks=num_ranks,
+            segments_per_row=segments_per_row,
+        )
 
 
 def _prepare(config: PretrainedConfig, tokenizer: Any, samples: Dataset, args: PackedSFTConfig) -> Dataset:

@@ -88,8 +88,8 @@ class PackedSFTTrainer(TokenLossTrainer):
             quantization_config = None
         register_ops(model, ops=args.ops)
         peft_config = check_model(model, peft_config)
-        embeddings = model.get_input_embeddings()
-        self._vocab_size = getattr(embeddings, "num_embeddings", None)
+        # Its vocabulary grows if a cloned chat template adds tokens.
+        self._text_config = model.config.get_text_config()
         self._settings = args
         self._may_mask_labels = True
         self._is_preparing_train = True
@@ -157,7 +157,7 @@ class PackedSFTTrainer(TokenLossTrainer):
             # Overlong samples must reach the plan whole, to be counted.
             whole.max_length = None
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
-            check_prepared(dataset, self._vocab_size)
+            check_prepared(dataset, getattr(self._text_config, "vocab_size", None))
         dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
         if "attention_mask" in get_dataset_column_names(dataset):
             dataset = drop_masked_tokens(dataset)
