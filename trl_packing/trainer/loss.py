@@ -15,8 +15,8 @@ from trl import SFTTrainer
 
 from ..collator import ROW_INFO, RowInfo
 from ..evaluation import FragmentLoss, TokenSums, fragment_losses, token_metrics
-from .head import head_positions
-from .router import balancing_tokens
+from ..register.head import head_positions
+from ..register.router import balancing_tokens
 
 
 class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
@@ -67,8 +67,7 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
 
         Returns:
             `torch.Tensor`, or a tuple of it and the outputs: a scalar whose sum over micro-batches, averaged over
-            ranks, is
-                the step's mean loss per predicted token.
+                ranks, is the step's mean loss per predicted token.
         """
         mode = "train" if self.model.training else "eval"
         info: RowInfo | None = inputs.get(ROW_INFO)
@@ -79,7 +78,8 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
             inputs["output_router_logits"] = True
         logits_inputs = {key: value for key, value in inputs.items() if key != "labels"}
         positions = None if info is None or self.args.torch_compile else info.target_positions
-        with head_positions(positions), balancing_tokens(info):
+        boundaries, is_filler = (None, False) if info is None else (info.boundaries, not info.num_tokens)
+        with head_positions(positions), balancing_tokens(boundaries, is_filler=is_filler):
             outputs, loss_sum, loss = self._loss_sum(model, inputs, logits_inputs, num_items_in_batch)
         num_targets = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
         if loss is None:

@@ -14,19 +14,21 @@ from typing import Any
 import torch
 from transformers.models.mixtral import modeling_mixtral
 
-from ..collator import RowInfo
+from ..boundaries import Boundaries
 
 
 @contextmanager
-def balancing_tokens(info: RowInfo | None) -> Iterator[None]:
+def balancing_tokens(boundaries: Boundaries | None, *, is_filler: bool = False) -> Iterator[None]:
     """
     Let forwards with `fused_lm_head=True` balance experts over a batch's real tokens, inside this context.
 
     Args:
-        info ([`RowInfo`], *optional*):
-            Of the batch. A padded batch keeps its attention mask; a filler has loss 0. Without it TRL decides.
+        boundaries ([`Boundaries`], *optional*):
+            Of the packed row, whose alignment tokens do not count. Without them TRL's attention mask decides.
+        is_filler (`bool`, *optional*, defaults to `False`):
+            Whether the batch has no sample at all: its loss is 0.
     """
-    if info is None:
+    if boundaries is None and not is_filler:
         yield
         return
     # TRL's fused head looks this function up in every call, for all kinds of experts.
@@ -35,12 +37,12 @@ def balancing_tokens(info: RowInfo | None) -> Iterator[None]:
     def over_real_tokens(
         router_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: torch.Tensor | None = None
     ) -> Any:
-        if info.boundaries is not None and isinstance(router_logits, tuple):
+        if boundaries is not None and isinstance(router_logits, tuple):
             logits = router_logits[0]
             attention_mask = torch.ones(logits.shape[0], device=logits.device)
-            attention_mask[info.boundaries.num_real_tokens :] = 0.0
+            attention_mask[boundaries.num_real_tokens :] = 0.0
         loss = balancing_loss(router_logits, num_experts, top_k, attention_mask)
-        return loss if info.num_tokens else loss * 0.0
+        return loss * 0.0 if is_filler else loss
 
     modeling_mixtral.load_balancing_loss_func = over_real_tokens
     try:
