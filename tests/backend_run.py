@@ -5,6 +5,7 @@ One rank of a run whose parameters are divided: trains a checkpoint as `options`
 """
 
 import json
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -116,3 +117,7 @@ def main(out: str, options: dict[str, Any]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], json.loads(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Freeing gloo's group at the end of a process can hang, see `trl_packing.recipe.build._settle`.
+    os._exit(0)

@@ -84,3 +84,7 @@ def main(out: str, options: dict) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], json.loads(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Freeing gloo's group at the end of a process can hang, see `trl_packing.recipe.build._settle`.
+    os._exit(0)

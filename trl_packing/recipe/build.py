@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoProcessor, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, get_quantization_config
 from trl.data_utils import is_conversational, is_conversational_from_value
@@ -202,7 +204,20 @@ def finish_sft(trainer: PackedSFTTrainer, dataset_name: str | None = None) -> No
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset_name)
         trainer.accelerator.print(f"Pushed to {trainer.hub_model_id}.")
+    _settle(trainer)
     trainer.end()
+
+
+def _settle(trainer: PackedSFTTrainer) -> None:
+    """
+    Let gloo's threads finish before its group is freed.
+
+    They want the GIL to drop the tensors of their last collective, and the group's destructor joins them without
+    giving it back: the process would hang after its work is done (seen with torch 2.13, at the end of a script).
+    """
+    if trainer.accelerator.num_processes > 1 and "gloo" in str(torch.distributed.get_backend()):
+        trainer.accelerator.wait_for_everyone()
+        time.sleep(1.0)
 
 
 def check_output_dir(args: PackedSFTConfig) -> None:
