@@ -54,21 +54,26 @@ test-compat: $(addsuffix /.ready,$(COMPAT))  ## the fast tier at the other trans
 	  $$folder/bin/python -m pytest -q $(PARALLEL) -m "$(CPU) and not slow" || exit 1; \
 	done
 
-# Triton and flash-linear-attention stay out of .venv: with them installed, stock hybrids crash on a CPU.
+# Triton and the kernels stay out of .venv: with them installed, stock hybrids crash on a CPU. mamba-ssm is published as
+# source only; its two switches leave its CUDA extension out and look for no prebuilt wheel.
 KERNELS := .compat/kernels
 $(KERNELS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS)
 	$(KERNELS)/bin/python -m pip install --quiet --upgrade "pip<26.2"
 	$(KERNELS)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(KERNELS)/bin/python -m pip install --quiet -c constraints.txt -e . pytest triton==3.7.1 einops
+	$(KERNELS)/bin/python -m pip install --quiet -c constraints.txt -e . pytest triton==3.7.1 einops \
+	  setuptools==84.2.1 wheel==0.48.0
 	$(KERNELS)/bin/python -m pip install --quiet --no-deps flash-linear-attention==0.6.0 fla-core==0.6.0
+	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE \
+	  $(KERNELS)/bin/python -m pip install --quiet --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
 	touch $@
 
 test-kernels: $(KERNELS)/.ready  ## the real Triton kernels in the interpreter, in an environment of their own
-	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -m kernels
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -m kernels tests/test_*triton*.py
 
 audit: $(BIN)/.ready  ## every causal LM architecture of transformers, exact or refused
 	$(BIN)/python benchmarks/audit.py
+	$(BIN)/python -m pytest -m audit
 
 bench: $(BIN)/.ready  ## all benchmarks, small
 	cd benchmarks && ../$(BIN)/python packers.py && ../$(BIN)/python collators.py && ../$(BIN)/python balance.py \

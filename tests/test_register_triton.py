@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ from comparing import (
     summed_loss,
     token_ids,
 )
+from interpreting import interpreted
 from tiny_models import tiny_model
 
 from trl_packing.register import kernel_calls
@@ -28,37 +27,9 @@ LENGTHS = (30, 1, 66, 12)
 IDS = token_ids(LENGTHS)
 
 
-class LoopNumber(int):
-    """Kernels convert their loop variable, which is a Python integer in the interpreter."""
-
-    def to(self, *args: Any, **kwargs: Any) -> LoopNumber:
-        return self
-
-
-def loop(*bounds: Any) -> Iterator[LoopNumber]:
-    return (LoopNumber(number) for number in builtins.range(*map(int, bounds)))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def interpreter() -> Iterator[None]:
-    """Let Triton's interpreter run the kernels: one configuration for each, loops over Python integers."""
-    from triton.runtime.autotuner import Autotuner
-
-    tune = Autotuner.__init__
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(
-            Autotuner,
-            "__init__",
-            lambda self, fn, names, configs, *args, **kwargs: tune(self, fn, names, configs[:1], *args, **kwargs),
-        )
-        # The tuners are made while the package is imported.
-        import fla.modules.causal_conv1d
-        import fla.ops.gated_delta_rule
-        import fla.ops.kda  # noqa: F401
-
-        for name, module in list(sys.modules.items()):
-            if name.startswith("fla.") and module is not None:
-                monkeypatch.setattr(module, "range", loop, raising=False)
+    with interpreted("fla.modules.causal_conv1d", "fla.ops.gated_delta_rule", "fla.ops.kda"):
         yield
 
 
