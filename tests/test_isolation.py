@@ -96,16 +96,24 @@ def test_model_that_leaks_upstream_is_refused_by_layer(model_type, layer, class_
 
 
 def test_model_that_counts_positions_by_row_differs_from_alone(varlen):
-    # Chunks of Llama-4 count from the row's start in transformers' packed mask: no leak, but other logits than alone.
-    report = check_isolation(tiny_model("llama4_text", attn_implementation="sdpa"))
+    # Chunks of Llama-4 count from the row's start in some versions' packed mask: no leak, but other logits than alone.
+    model = tiny_model("llama4_text", attn_implementation="sdpa").train()
+    boundaries = Boundaries.from_lengths([67, 1, 38, 70])
+    input_ids = torch.randint(3, 128, (1, 176), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        packed = model(input_ids, use_cache=False, **boundaries.to_model_kwargs()).logits[:, -70:]
+        alone = model(input_ids[:, -70:], use_cache=False).logits
+    differs = float((packed - alone).abs().max()) > 1e-3
+    report = check_isolation(model)
     assert statuses(report) == {
         "perturbation": "passed",
         "gradient": "passed",
         "control": "passed",
-        "alone": "failed",
+        "alone": "failed" if differs else "passed",
     }
-    with pytest.raises(LeakError, match=r"run unpacked.*model\.layers\.0\.self_attn"):
-        report.raise_if_leaking()
+    if differs:
+        with pytest.raises(LeakError, match=r"run unpacked.*model\.layers\.0\.self_attn"):
+            report.raise_if_leaking()
 
 
 def test_depth_that_amplifies_the_rounding_of_another_row_length_is_no_difference(varlen):
@@ -114,7 +122,7 @@ def test_depth_that_amplifies_the_rounding_of_another_row_length_is_no_differenc
     register_ops(model)
     report = check_isolation(model, seed=1)
     assert report.ok, report.to_text()
-    assert 0 < report.probe("alone").effect <= report.probe("alone").allowed < 0.1
+    assert 0 <= report.probe("alone").effect <= report.probe("alone").allowed < 0.1
 
 
 def test_ties_of_sparse_attention_are_no_difference():

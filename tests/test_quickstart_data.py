@@ -105,10 +105,15 @@ def test_held_out_questions_are_not_trained_on() -> None:
 # ---- names
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "quickstart/unknown", "./somewhere"])
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "./somewhere"])
 def test_other_names_come_back_unchanged(name: str) -> None:
     assert resolve_model(name) == name
     assert resolve_dataset(name) == name
+
+
+def test_a_misspelled_quickstart_model_is_refused_with_the_names() -> None:
+    with pytest.raises(PackingError, match="quickstart/tiny-llama"):
+        resolve_model("quickstart/unknown")
 
 
 def test_a_real_folder_of_that_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,9 @@ class RowStream(torch.utils.data.IterableDataset[list[dict[str, Any]]]):
             yield from self._cut(packer.add(len(sample["input_ids"])), waiting, packer)
         yield from self._cut(packer.flush(), waiting, packer)
         self.counts = {**packer.counts, "num_masked_samples": masked}
-        if not packer.counts["num_samples"] - packer.counts["num_dropped_samples"]:
+        # A loader's worker may have no shard of the stream; its siblings have.
+        is_alone = torch.utils.data.get_worker_info() is None
+        if is_alone and not packer.counts["num_samples"] - packer.counts["num_dropped_samples"]:
             raise PackingError(
                 f"At least one sample must be left to train on, but of the stream's samples {masked} have no trained "
                 f"label and {packer.counts['num_dropped_samples']} are overlong. Check the data, its labels and "
