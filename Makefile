@@ -8,7 +8,7 @@ CPU := not gpu and not audit and not kernels and not network
 # Two processes, a whole module in one of them, so that module fixtures are made once.
 PARALLEL ?= -n 2 --dist loadscope
 
-.PHONY: help setup quickstart test test-fast test-compat test-kernels audit lint bench clean
+.PHONY: help setup quickstart test test-fast test-compat test-kernels test-backends audit lint bench clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -61,7 +61,7 @@ $(KERNELS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS)
 	$(KERNELS)/bin/python -m pip install --quiet --upgrade "pip<26.2"
 	$(KERNELS)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(KERNELS)/bin/python -m pip install --quiet -c constraints.txt -e . pytest triton==3.7.1 einops \
+	$(KERNELS)/bin/python -m pip install --quiet -c constraints.txt -e . pytest pytest-xdist triton==3.7.1 einops \
 	  setuptools==84.2.1 wheel==0.48.0
 	$(KERNELS)/bin/python -m pip install --quiet --no-deps flash-linear-attention==0.6.0 fla-core==0.6.0
 	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE \
@@ -69,7 +69,22 @@ $(KERNELS)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 test-kernels: $(KERNELS)/.ready  ## the real Triton kernels in the interpreter, in an environment of their own
-	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q -m kernels tests/test_*triton*.py
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q $(PARALLEL) -m kernels tests/test_*triton*.py
+
+# DeepSpeed and bitsandbytes change what accelerate and PEFT import, so they stay out of .venv too. DeepSpeed builds against the
+# torch that is there.
+BACKENDS := .compat/backends
+$(BACKENDS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BACKENDS)
+	$(BACKENDS)/bin/python -m pip install --quiet --upgrade "pip<26.2"
+	$(BACKENDS)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(BACKENDS)/bin/python -m pip install --quiet -c constraints.txt -e '.[quickstart]' pytest pytest-xdist setuptools==84.2.1 wheel==0.48.0
+	DS_BUILD_OPS=0 $(BACKENDS)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation deepspeed==0.19.8
+	$(BACKENDS)/bin/python -m pip install --quiet -c constraints.txt bitsandbytes==0.50.2
+	touch $@
+
+test-backends: $(BACKENDS)/.ready  ## ZeRO and QLoRA, in an environment of their own
+	$(BACKENDS)/bin/python -m pytest -q $(PARALLEL) -m "$(CPU)" tests/test_backends.py
 
 audit: $(BIN)/.ready  ## every causal LM architecture of transformers, exact or refused
 	$(BIN)/python benchmarks/audit.py
