@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import traceback
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy", "kernels", "flash-attn")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "datasets",
+    "numpy",
+    "kernels",
+    "triton",
+    "flash-attn",
+    "flash-linear-attention",
+    "causal-conv1d",
+    "mamba-ssm",
+)
+
+Emit = Callable[[dict[str, Any]], None]
 
 
 def environment() -> dict[str, Any]:
@@ -25,6 +43,7 @@ def environment() -> dict[str, Any]:
             versions[name] = None
     return {
         "processor": _processor(),
+        "gpu": _gpu(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": versions,
@@ -33,20 +52,63 @@ def environment() -> dict[str, Any]:
 
 def show(title: str, rows: list[dict[str, Any]], json_path: str | None, notes: str = "") -> None:
     """Print rows as a table with the environment below, and write them as JSON if a path is given."""
+    show_table(title, rows)
+    where = show_environment(notes)
+    if json_path:
+        write_json(json_path, {"title": title, "rows": rows, "environment": where})
+
+
+def show_table(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print rows, whose names are those of the first."""
     table = Table(title=title)
     for name in rows[0]:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
-    console = Console(width=max(100, Console().width))
-    console.print(table)
+        table.add_row(*(_text(row.get(name, "")) for name in rows[0]))
+    _console().print(table)
+
+
+def show_environment(notes: str = "") -> dict[str, Any]:
+    """Print hardware and versions in one line, and give them."""
     where = environment()
     installed = ", ".join(f"{name} {number}" for name, number in where["versions"].items() if number)
-    console.print(f"{where['processor']}, {where['cores']} cores, Python {where['python']}; {installed}. {notes}")
-    if json_path:
-        path = Path(json_path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"title": title, "rows": rows, "environment": where}, indent=2) + "\n")
+    gpu = f"{where['gpu']}, " if where["gpu"] else ""
+    _console().print(
+        f"{gpu}{where['processor']}, {where['cores']} cores, Python {where['python']}; {installed}. {notes}"
+    )
+    return where
+
+
+def write_json(json_path: str | Path, content: dict[str, Any]) -> None:
+    path = Path(json_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def guarded(emit: Emit, table: str, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+    """Emit a measurement's row, or why there is none."""
+    try:
+        row = measure()
+    except Exception as error:
+        traceback.print_exc()
+        # transformers without the packages: not a failure of ours.
+        what = "skipped" if "can't keep packed sequences apart" in str(error) else "failed"
+        emit({"table": table, what: f"{name}: {type(error).__name__}: {str(error)[:300]}"})
+    else:
+        emit({"table": table, **row})
+
+
+def _console() -> Console:
+    return Console(width=max(140, Console().width))
+
+
+def _gpu() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    gigabytes = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return f"{torch.cuda.get_device_name(0)}, {gigabytes:.0f} GiB, CUDA {torch.version.cuda}"
 
 
 def _text(value: Any) -> str:

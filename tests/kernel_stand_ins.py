@@ -251,4 +251,5 @@ def _sizes(boundary: torch.Tensor | None, num_tokens: int) -> tuple[int, ...]:
         return (num_tokens,)
     if boundary.ndim == 2:
         return tuple(torch.unique_consecutive(boundary, return_counts=True)[1].tolist())
-    return tuple(boundary.diff().tolist())
+    # A repeated last offset holds no token.
+    return tuple(size for size in boundary.diff().tolist() if size)
