@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig
 from torch.distributed.tensor import DTensor, distribute_tensor
 from training import as_dataset, conversations, losses, settings
+from transformers import BitsAndBytesConfig
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.quickstart.tiny import byte_tokenizer
@@ -88,16 +89,19 @@ def optimizer_share(trainer: Any) -> float:
 
 def main(out: str, options: dict[str, Any]) -> None:
     backend, resume = options.pop("backend"), options.pop("resume", None)
+    checkpoint, dtype = options.pop("checkpoint", "model"), options.pop("dtype", "float32")
+    quantization = options.pop("quantization", None)
     if backend == "fsdp2":
         shard_on_cpu()
     args = settings(out, packing=True, token_budget=300, **backend_settings(backend), **options)
-    args["model_init_kwargs"] = {"dtype": "float32", **args.get("model_init_kwargs", {})}
+    args["model_init_kwargs"] = {"dtype": dtype, **args.get("model_init_kwargs", {})}
     trainer = PackedSFTTrainer(
-        model=str(Path(out).parent / "model"),
+        model=str(Path(out).parent / checkpoint),
         args=PackedSFTConfig(ddp_timeout=120, **args),
         train_dataset=as_dataset(conversations(30)),
         processing_class=byte_tokenizer(),
         peft_config=adapters(),
+        quantization_config=None if quantization is None else BitsAndBytesConfig(**quantization),
     )
     fix_adapters(trainer.model)
     trainer.train(resume_from_checkpoint=resume)

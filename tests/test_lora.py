@@ -19,7 +19,6 @@ from transformers.models.bamba import modeling_bamba
 
 from trl_packing import Boundaries, PackingError, check_lora_targets, register_ops, safe_lora_targets
 from trl_packing.lora import adapter_gradients
-from trl_packing.lora.check import without_weights
 from trl_packing.lora.gradients import _on_any_rank
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -265,25 +264,6 @@ def test_wrapped_model_is_checked_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
         check_lora_targets(peft_model)
     with pytest.raises(PackingError, match="without adapters"):
         safe_lora_targets(peft_model)
-
-
-class PackedLinear(nn.Linear):
-    """Like a 4-bit layer: the weight has another shape and no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__(64, 32)
-        self.weight = nn.Parameter(torch.zeros(1024, 1, dtype=torch.uint8), requires_grad=False)
-
-
-def test_quantised_layers_count_with_their_real_size() -> None:
-    model, quantised = tiny_model("llama"), tiny_model("llama")
-    attention = quantised.model.layers[0].self_attn
-    attention.k_proj = PackedLinear()
-    skeleton = without_weights(quantised)
-    assert skeleton.model.layers[0].self_attn.k_proj.weight.shape == (32, 64)
-    assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
-    config = LoraConfig(r=2, target_modules=["k_proj"])
-    assert check_lora_targets(quantised, config).num_trainable == check_lora_targets(model, config).num_trainable
 
 
 # ---- the table after the first step

@@ -78,6 +78,25 @@ def test_lora_config_reaches_all_of_peft_and_wins():
     assert model.use_peft is False
 
 
+@pytest.mark.parametrize(
+    ("written", "targets"),
+    [
+        ("[q_proj]", {"q_proj"}),
+        ("q_proj", {"q_proj"}),
+        ("[mixer.in_proj]", {"mixer.in_proj"}),
+        ("[q_proj, v_proj]", {"q_proj", "v_proj"}),
+        ("auto", "auto"),
+        ("all-linear", "all-linear"),
+        ("[all-linear]", "all-linear"),
+        (r"'.*\.q_proj'", r".*\.q_proj"),
+    ],
+)
+def test_one_target_is_a_name_and_not_a_pattern(written, targets, write):
+    """TRL makes a text of a list of one, and PEFT takes a text for a pattern over whole names: no module matches."""
+    _, _, model, _, _ = parse_recipe(write(f"use_peft: true\nlora_target_modules: {written}"), dataclass_types=TYPES)
+    assert build_lora(model).target_modules == targets
+
+
 def test_adapters_are_off_without_and_trl_own_with_use_peft_alone():
     assert build_lora(ModelConfig()) is None
     model = ModelConfig(use_peft=True, lora_r=4)

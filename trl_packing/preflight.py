@@ -21,6 +21,7 @@ from . import _compat
 from .config import PackedSFTConfig
 from .errors import PackingError
 from .lora import check_lora_targets, safe_lora_targets
+from .lora.quantized import check_quantized_layers
 from .register import VARLEN
 from .register.dispatch import refuse_unsupported
 
@@ -206,9 +207,11 @@ def check_model(model: nn.Module, peft_config: Any) -> Any:
 
     Raises:
         [`LeakError`]: Naming layers that are known to mix segments.
-        [`PackingError`]: Naming adapters that would train nothing.
+        [`PackingError`]: Naming adapters that would train nothing, and quantised layers that save nothing or are
+            misread.
     """
     refuse_unsupported(model)
+    check_quantized_layers(model)
     # Read by every layer's cache logic, and a cache lets attention see the whole row.
     config = getattr(model, "config", None)
     if config is not None:

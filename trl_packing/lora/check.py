@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..errors import PackingError
-from .targets import is_linear, is_router, output_head_name
+from .targets import is_linear, is_quantized, is_router, output_head_name
 from .weights import passed_by
 
 _WAY_OUT = "Set `lora_target_modules: auto`, which `safe_lora_targets(model)` resolves."
@@ -132,8 +132,7 @@ def without_weights(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if is_linear(module) and not (isinstance(weight, torch.Tensor) and weight.is_floating_point()):
+        if is_linear(module) and is_quantized(module):
             bias = getattr(module, "bias", None) is not None
             memo[id(module)] = nn.Linear(module.in_features, module.out_features, bias=bias, device="meta")
     return copy.deepcopy(model, memo)

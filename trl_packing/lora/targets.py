@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -80,6 +81,12 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) or (
         hasattr(module, "in_features") and hasattr(module, "out_features")
     )
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Say whether a linear layer's weight is packed: whole numbers, or bitsandbytes' 4 bits, stored in any dtype."""
+    weight = getattr(module, "weight", None)
+    return not (isinstance(weight, torch.Tensor) and weight.is_floating_point()) or hasattr(weight, "quant_state")
 
 
 def is_router(name: str, module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainingArguments, set_seed
 from trl import SFTConfig
 from trl.trainer.utils import create_model_from_path, get_config_model_id
@@ -11,6 +12,8 @@ from trl.trainer.utils import create_model_from_path, get_config_model_id
 from ..collator import PackedCollator
 from ..config import PackedSFTConfig
 from ..errors import PackingError
+from ..lora.quantized import quantizes_with_bitsandbytes, refuse_idle_quantization
+from ..memory.model import build_on_meta
 from ..preflight import choose_attention
 from ..register import register_ops
 
@@ -53,6 +56,10 @@ def load_model(
         kwargs["device_map"] = None
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     origin = {"revision": kwargs.get("revision"), "trust_remote_code": kwargs["trust_remote_code"]}
+    if quantizes_with_bitsandbytes(kwargs.get("quantization_config")):
+        # Before weights are loaded, which takes long for the models that gain nothing.
+        config = AutoConfig.from_pretrained(name, **origin)
+        refuse_idle_quantization(build_on_meta(config, torch.bfloat16, peft_config=None))
     if kwargs.get("attn_implementation") in (None, "auto"):
         register_ops()
         config = AutoConfig.from_pretrained(name, **origin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ def build_lora(model_args: ModelConfig, lora_config: Mapping[str, Any] | None = 
     changes = fit_fields(LoraConfig, lora_config or {}, "`lora_config`")
     switched_on = copy.copy(model_args)
     switched_on.use_peft = True
+    switched_on.lora_target_modules = _as_names(model_args.lora_target_modules)
     try:
         config = dataclasses.replace(get_peft_config(switched_on), **changes)
     except (ValueError, TypeError) as error:
@@ -68,3 +70,14 @@ def build_lora(model_args: ModelConfig, lora_config: Mapping[str, Any] | None = 
             f"PEFT has no dropout for `target_parameters`, but `lora_dropout` is {config.lora_dropout}. Set it to 0.0."
         )
     return config
+
+
+def _as_names(targets: list[str] | str | None) -> list[str] | str | None:
+    """
+    Undo what TRL makes of a list with one name: a text, which PEFT takes for a regular expression over whole names.
+
+    As such an expression, a bare name would match no module of any model.
+    """
+    if isinstance(targets, str) and targets != "auto" and re.fullmatch(r"[\w.]+", targets):
+        return [targets]
+    return targets
