@@ -1,12 +1,14 @@
 """Rows to ranks: everything exactly once, the same steps for every rank, equal work, and resuming without loss."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
 
 from trl_packing import PackingError, RankedBatchSampler, plan_packs
+from trl_packing.balance import equal_rows, least_headroom
 from trl_packing.cost import PairWork, RowCost
 from trl_packing.packing import plan_batches
 
@@ -177,11 +179,62 @@ def long_rows(name: str) -> np.ndarray:
     [("chat", 1, 1, 0.07, 0.015), ("longtail", 4, 1, 0.25, 0.06), ("longtail", 4, 4, 0.25, 0.02)],
 )
 def test_idle_time_at_64_ranks_stays_below_its_limit(name, accumulation, window, most_before, most_after):
-    settings = {"gradient_accumulation_steps": accumulation, "window": window, "row_cost": LLAMA_8B, "headroom": 0.01}
-    sampler = samplers(long_rows(name), 64, budget=32_768, **settings)[0]
+    lengths = long_rows(name)
+    headroom = least_headroom(lengths, LLAMA_8B.per_segment(lengths), 32_768)
+    settings = {"gradient_accumulation_steps": accumulation, "window": window, "row_cost": LLAMA_8B}
+    sampler = samplers(lengths, 64, budget=32_768, headroom=headroom, **settings)[0]
+    assert sampler.plan(0).fill_rate > (0.993 if name == "chat" else 0.998)
     before, after = sampler.idle(0, max(2, window))
     assert before > most_before
     assert after <= most_after
+
+
+def test_full_rows_are_evened_out_by_exchanging_segments():
+    # Both rows are full. Their squares sum to 44 and 24, and to 26 and 42 with the 6 against 3 and 3.
+    plan = plan_batches([6, 2, 2, 3, 3, 1, 1, 2], 8, order=range(8))
+    costs = plan.lengths.astype(float) ** 2
+    plan = replace(plan, token_budget=10)
+    first, second = equal_rows(plan, costs, [np.array([0, 1, 2]), np.array([3, 4, 5, 6, 7])])
+    assert sorted([*first, *second]) == list(range(8))
+    assert plan.lengths[first].sum() == plan.lengths[second].sum() == 10
+    assert max(costs[first].sum(), costs[second].sum()) < 44
+
+
+@pytest.mark.parametrize("budget", [300, 1_000])
+@pytest.mark.parametrize("max_segments", [None, 6])
+def test_dealing_rows_anew_keeps_the_samples_and_the_limits(budget, max_segments):
+    plan = plan_packs(mixed_lengths(900, longest=250), budget, max_segments=max_segments)
+    costs = STEEP.per_segment(plan.lengths)
+    for start in range(0, plan.num_bins, 7):
+        rows = [*plan.bins[start : start + 7], np.empty(0, dtype=np.int64)]
+        dealt = equal_rows(plan, costs, rows)
+        assert len(dealt) == len(rows)
+        assert sorted(np.concatenate(dealt)) == sorted(np.concatenate(rows))
+        assert max(plan.lengths[row].sum() for row in dealt) <= budget
+        assert max(row.size for row in dealt) <= (max_segments or 900)
+        assert max(costs[row].sum() for row in dealt) <= max(costs[row].sum() for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "headroom"),
+    [
+        ([10] * 90, 0.0),
+        ([10] * 900 + [20], None),
+        # Alone in its row, the 30 costs more than a mean row already.
+        ([1] * 900 + [30], 0.0),
+    ],
+    ids=["equal", "one_long", "too_long"],
+)
+def test_headroom_is_what_the_costliest_samples_need(lengths, headroom):
+    lengths = np.array(lengths)
+    costs = lengths + 0.1 * lengths.astype(float) ** 2
+    found = least_headroom(lengths, costs, 30)
+    if headroom is not None:
+        assert found == headroom
+        return
+    # The row of the long one costs 30 + 0.1 * 400, a mean row about 30 + 3 * 0.1 * 100.
+    mean = costs.sum() / lengths.sum() * 30
+    assert found == pytest.approx((30 + 0.1 * 400 - mean) / (301 * 30))
 
 
 def test_any_function_of_a_row_can_be_its_cost():

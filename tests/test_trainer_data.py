@@ -174,12 +174,17 @@ def test_a_plan_of_unmasked_data_reads_lengths_only(tmp_path, monkeypatch):
         packed_trainer(tmp_path, conversations(4), packing=True, assistant_only_loss=True)
 
 
+def test_rows_leave_the_room_that_balancing_needs(tmp_path):
+    run = {"packing": True, "max_length": 300, "token_budget": 1_000}
+    skewed = tokens(*[*range(2, 60)] * 20, *[300] * 3)
+    plan = packed_trainer(tmp_path, skewed, **run)._train_plan
+    assert 0.0 < plan.headroom < 0.1
+    assert max(plan.for_epoch(0).bin_tokens) <= 1_000 * (1 - plan.headroom)
+    assert packed_trainer(tmp_path, tokens(*range(2, 60)), **run)._train_plan.headroom == 0.0
+    assert packed_trainer(tmp_path, skewed, balance="tokens", **run)._train_plan.headroom == 0.0
+
+
 def test_room_for_balancing_never_costs_a_row_that_samples_fill_exactly(tmp_path):
-    run = {"packing": True, "max_length": 16, "token_budget": 32}
-    exact = packed_trainer(tmp_path, tokens(*[16] * 40), **run)
+    exact = packed_trainer(tmp_path, tokens(*[16] * 400, *[64] * 10), packing=True, max_length=64, token_budget=128)
     assert exact._train_plan.headroom == 0.0
-    assert exact.plan_report.num_rows == 20
-    skewed = packed_trainer(tmp_path, tokens(*range(2, 300)), packing=True, max_length=300, token_budget=4000)
-    assert skewed._train_plan.headroom > 0.0
-    assert max(skewed._train_plan.for_epoch(0).bin_tokens) <= 3960
-    assert packed_trainer(tmp_path, tokens(*range(2, 300)), balance="tokens", **run)._train_plan.headroom == 0.0
+    assert exact.plan_report.num_rows == 55

@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from datasets import Dataset
 
+from .balance import least_headroom
 from .config import PackedSFTConfig
 from .cost import RowCost
 from .dataset import FragmentDataset, SampleTable, read_samples
 from .packing import PackPlan, plan_batches, plan_packs
 from .report import PlanReport
 from .sampler import RankedBatchSampler
-
-_HEADROOM = 0.01
-_MOST_ROWS_FOR_HEADROOM = 1.02
 
 
 @dataclass
@@ -70,16 +68,19 @@ class TrainPlan:
     @cached_property
     def headroom(self) -> float:
         """
-        Share of each row that stays free, so that a step's samples can be dealt to its rows anew.
+        Share of each row that stays free, so that a step's samples can be dealt to its rows at equal cost.
 
-        Full rows leave nothing to balance with: 1 % took the idle time of 64 simulated ranks from 6.4 to 0.1 % (chat
-        lengths at 32k, `benchmarks/balance.py`). Where lengths fill rows exactly it would cost many rows, and is left
-        out. It does not depend on the number of ranks, so that the plan does not either.
+        It is the least that full rows need ([`least_headroom`]): 0.3 % for chat lengths at 32k, nothing for most mixes
+        (`benchmarks/balance.py`). Where lengths fill rows exactly it would cost many rows, and is left out. It does
+        not depend on the number of ranks, so that the plan does not either.
         """
         if self.args.balance != "cost" or self.args.row_shape == "fixed":
             return 0.0
-        full, roomy = (self._packs(0, headroom).num_bins for headroom in (0.0, _HEADROOM))
-        return _HEADROOM if roomy <= full * _MOST_ROWS_FOR_HEADROOM else 0.0
+        full = self._packs(0, 0.0)
+        needed = least_headroom(full.lengths, self.row_cost.per_segment(full.lengths), full.token_budget)
+        if not needed or self._packs(0, needed).num_bins > full.num_bins * (1 + 2 * needed) + 1:
+            return 0.0
+        return needed
 
     def _packs(self, epoch: int, headroom: float) -> PackPlan:
         return plan_packs(

@@ -21,16 +21,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from heapq import heappop, heappush, heapreplace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from .balance import IntArray, equal_rows
 from .cost import FloatArray, RowCost
 from .errors import PackingError
 from .packing import Bins, PackPlan, epoch_generator, split_bins
 
-IntArray: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Balance: TypeAlias = Literal["cost", "tokens", "none"]
 # The rows of one optimiser step: by micro-step, then by rank, the fragment numbers. Empty where a rank has none.
 StepRows: TypeAlias = list[list[IntArray]]
@@ -233,7 +232,11 @@ class RankedBatchSampler:
         costs = self._segment_costs(plan)
         for numbers in self._dealt(plan.sum_over_bins(costs), epoch):
             yield [
-                _regrouped(plan, costs, numbers[first : first + num_ranks], num_ranks)
+                equal_rows(
+                    plan,
+                    costs,
+                    _padded([plan.bins[number] for number in numbers[first : first + num_ranks]], num_ranks),
+                )
                 for first in range(0, len(numbers), num_ranks)
             ]
 
@@ -365,63 +368,6 @@ class RankedBatchSampler:
             "bins": _digest(bins.flat.astype(np.int64), bins.offsets),
             "cost": _digest(self._segment_costs(plan)) if self.balance == "cost" else None,
         }
-
-
-def _regrouped(plan: PackPlan, costs: FloatArray, numbers: IntArray, num_ranks: int) -> list[IntArray]:
-    """The fragments of one micro-step in rows of equal cost, or its bins as they are if that doesn't help."""
-    rows = _padded([plan.bins[number] for number in numbers], num_ranks)
-    fragments = np.concatenate(rows)
-    lengths = plan.lengths[fragments]
-    budget = plan.token_budget or max(int(plan.lengths[row].sum()) for row in rows)
-    fragments = fragments[np.argsort(-lengths, kind="stable")]
-    owners = _longest_first(
-        plan.lengths[fragments].tolist(),
-        costs[fragments].tolist(),
-        num_ranks,
-        budget,
-        plan.max_segments or fragments.size,
-    )
-    if owners is None:
-        return rows
-    places = np.array(owners)
-    heaviest = np.bincount(places, weights=costs[fragments], minlength=num_ranks).max()
-    if heaviest >= max(costs[row].sum() for row in rows):
-        return rows
-    return [fragments[places == rank] for rank in range(num_ranks)]
-
-
-def _longest_first(
-    lengths: list[int], costs: list[float], num_rows: int, token_budget: int, max_segments: int
-) -> list[int] | None:
-    """
-    Give each fragment, longest first, to the row with the lowest cost that has room for it.
-
-    Returns the row of each fragment, or None if one fits nowhere. A row that is too full for the current fragment
-    waits until fragments are short enough, so each step costs the logarithm of the rows.
-    """
-    rows: list[tuple[float, int]] = [(0.0, row) for row in range(num_rows)]
-    waiting: list[tuple[int, float, int]] = []
-    free = [token_budget] * num_rows
-    room = [max_segments] * num_rows
-    owners: list[int] = []
-    for length, cost in zip(lengths, costs, strict=True):
-        while waiting and -waiting[0][0] >= length:
-            _, row_cost, row = heappop(waiting)
-            heappush(rows, (row_cost, row))
-        while rows and free[rows[0][1]] < length:
-            row_cost, row = heappop(rows)
-            heappush(waiting, (-free[row], row_cost, row))
-        if not rows:
-            return None
-        row_cost, row = rows[0]
-        owners.append(row)
-        free[row] -= length
-        room[row] -= 1
-        if room[row]:
-            heapreplace(rows, (row_cost + cost, row))
-        else:
-            heappop(rows)
-    return owners
 
 
 def _padded(rows: list[IntArray], num_ranks: int) -> list[IntArray]:
