@@ -89,7 +89,7 @@ audit: $(BIN)/.ready  ## every causal LM architecture of transformers, exact or 
 	$(BIN)/python -m pytest -m audit
 
 bench: $(BIN)/.ready  ## all benchmarks, small
-	cd benchmarks && ../$(BIN)/python packers.py && ../$(BIN)/python collators.py && ../$(BIN)/python balance.py \
+	cd benchmarks && ../$(BIN)/python plan.py --samples 100000 --json /dev/null && ../$(BIN)/python collators.py \
 	  && ../$(BIN)/python ops.py && ../$(BIN)/python throughput.py --rounds 1 --tokens 8192
 
 lint: $(BIN)/.ready  ## ruff, mypy, import-linter

@@ -2,7 +2,8 @@
 How long ranks wait for each other: a simulation at 8, 64 and 512 ranks, and a timed run of real processes.
 
     python benchmarks/balance.py             the simulation
-    python benchmarks/balance.py --timed 4   then 4 gloo processes that work through real rows
+    python benchmarks/balance.py --timed 4   then gloo processes that work through real rows
+    python benchmarks/balance.py --headroom  what room in rows costs and brings, against the least idle possible
 
 Idle is 1 - mean / max over ranks that meet after every micro-step (FSDP), with the costs of Llama-8B: a row's tokens
 plus 2.04e-5 times the sum of its squared segment lengths. "before" is TRL's bfd (windows of 1,000 samples) and our
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -23,8 +25,10 @@ from typing import Any
 
 import numpy as np
 from distributions import draw
+from packers import cluster
 
 from trl_packing import PackPlan, RankedBatchSampler, plan_packs
+from trl_packing.balance import least_headroom
 from trl_packing.cost import RowCost
 from trl_packing.packing import Bins
 from trl_packing.packing.fill import best_fit_decreasing
@@ -40,8 +44,6 @@ LLAMA_8B = RowCost.from_config(
         vocab_size=128_256,
     )
 )
-# Share of each row left free for balancing.
-HEADROOM = 0.01
 CASES = [
     ("lognormal", 4_096, 1),
     ("chat", 8_192, 1),
@@ -52,6 +54,10 @@ CASES = [
 ]
 # Most idle share by lengths, budget, accumulation and window, at 64 ranks and at the other numbers of ranks.
 LIMITS = {("chat", 32_768, 1, 1): 0.015, ("longtail", 32_768, 4, 1): 0.06, ("longtail", 32_768, 4, 4): 0.02}
+# Times that the timed run takes turns.
+ROUNDS = 5
+# None stands for what `TrainPlan` leaves free.
+HEADROOMS = (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, None)
 
 
 @dataclass
@@ -63,10 +69,14 @@ class Result:
     ranks: int
     accumulation: int
     window: int
+    headroom: float
     trl: float
     before: float
     after: float
+    bound: float | None
     fill: float
+    rows: int
+    cluster: float
     step_variance: float
     ms_per_step: float
 
@@ -102,12 +112,16 @@ def step_variance(sampler: RankedBatchSampler, num_steps: int) -> float:
     return float(np.var(dealt) / np.var(own))
 
 
-def simulate(name: str, budget: int, ranks: int, accumulation: int, window: int) -> Result:
-    """Deal out some steps of one case and compare with TRL's rows."""
-    num_steps = max(24 // (accumulation * max(ranks // 64, 1)), window, 2)
+def simulate(
+    name: str, budget: int, ranks: int, accumulation: int, window: int, headroom: float | None = None
+) -> Result:
+    """Deal out some steps of one case and compare with TRL's rows. Without `headroom`, rows leave what is needed."""
+    num_steps = max(24 * 64 // (accumulation * ranks), window, 2)
     num_steps -= num_steps % window
     lengths = samples_for(name, budget, int(1.05 * ranks * accumulation * num_steps) + 8)
-    plan = plan_packs(lengths, budget, headroom=HEADROOM)
+    if headroom is None:
+        headroom = least_headroom(lengths, LLAMA_8B.per_segment(lengths), budget)
+    plan = plan_packs(lengths, budget, headroom=headroom)
     sampler = dealt(plan, ranks, accumulation, window)
     start = time.process_time()
     before, after = sampler.idle(0, num_steps)
@@ -118,13 +132,41 @@ def simulate(name: str, budget: int, ranks: int, accumulation: int, window: int)
         ranks=ranks,
         accumulation=accumulation,
         window=window,
+        headroom=headroom,
         trl=in_order(trl_plan(lengths, budget), ranks, num_steps * accumulation),
         before=before,
         after=after,
+        bound=least_idle(plan, ranks, num_steps) if accumulation == 1 else None,
         fill=plan.fill_rate,
+        rows=plan.num_bins,
+        cluster=cluster(plan),
         step_variance=step_variance(sampler, num_steps),
         ms_per_step=1e3 * seconds / num_steps,
     )
+
+
+def least_idle(plan: PackPlan, ranks: int, num_steps: int) -> float:
+    """
+    Give a lower bound of the idle share for any dealing that leaves each step its samples.
+
+    Some row must hold the step's costliest segment, another one the second, and so on. A row costs its tokens and at
+    least that segment's squares, so if no row is to cost more than M, the rows have room for the sum of
+    min(budget, M - squares) tokens. The bound is the least M with room for the step's tokens, against the mean.
+    """
+    costs = LLAMA_8B.per_segment(plan.lengths)
+    means, most = [], []
+    for step in range(num_steps):
+        fragments = np.concatenate(plan.bins[step * ranks : (step + 1) * ranks])
+        tokens, mean = plan.lengths[fragments].sum(), costs[fragments].sum() / ranks
+        squares = np.sort(costs[fragments] - plan.lengths[fragments])[::-1][:ranks]
+        low, high = max(mean, costs[fragments].max()), costs[fragments].sum()
+        while high - low > 1e-5 * mean:
+            middle = (low + high) / 2
+            has_room = np.minimum(plan.token_budget, middle - squares).sum() >= tokens
+            low, high = (low, middle) if has_room else (middle, high)
+        means.append(mean)
+        most.append(low)
+    return float(1 - sum(means) / sum(most))
 
 
 def dealt(plan: PackPlan, ranks: int, accumulation: int = 1, window: int = 1, **settings: Any) -> RankedBatchSampler:
@@ -153,20 +195,22 @@ def timed_worker(rank: int, num_ranks: int, port: int, results: Any) -> None:
     """Work through one rank's rows in step with the others, without and with balance, in turns."""
     import torch.distributed as dist
 
+    if num_ranks <= num_cores() and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
     # As many multiplications in matrices as `train_row` does.
     config = SimpleNamespace(hidden_size=128, intermediate_size=128, vocab_size=128, num_attention_heads=4)
-    plan = plan_packs(np.minimum(draw("longtail", 75 * num_ranks), 2_048), 2_048, headroom=HEADROOM)
+    plan = plan_packs(np.minimum(draw("longtail", 300), 2_048), 2_048)
     settings = {"num_epochs": 1, "num_ranks": num_ranks, "rank": rank, "gradient_accumulation_steps": 4}
-    runs: dict[str, list[tuple[list[float], float]]] = {"none": [], "cost": []}
-    for balance in ("none", "cost") * 3:
+    runs: dict[str, list[tuple[list[float], float, float]]] = {"none": [], "cost": []}
+    for balance in ("none", "cost") * ROUNDS:
         sampler = RankedBatchSampler(
             lambda _: plan,
             **settings,
             balance=balance,
             row_cost=RowCost.from_config(config),  # type: ignore[arg-type]
         )
-        work = []
+        work, waited = [], 0.0
         dist.barrier()
         begin = time.perf_counter()
         for row in sampler:
@@ -174,8 +218,11 @@ def timed_worker(rank: int, num_ranks: int, port: int, results: Any) -> None:
             if row:
                 train_row(plan.lengths[row].tolist(), 128)
             work.append(time.process_time() - start)
+            start = time.perf_counter()
             dist.barrier()
-        runs[balance].append((work, time.perf_counter() - begin))
+            waited += time.perf_counter() - start
+        seconds = time.perf_counter() - begin
+        runs[balance].append((work, seconds, waited / seconds))
     results.put(runs)
     dist.barrier()
     dist.destroy_process_group()
@@ -197,13 +244,17 @@ def train_row(lengths: list[int], width: int) -> None:
     total.backward()  # type: ignore[no-untyped-call]
 
 
+def num_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def timed(num_ranks: int) -> dict[str, Any]:
     """
-    Run real processes that meet after every micro-step, without and with balance.
+    Run real processes that meet after every micro-step, without and with balance, in turns, and take medians.
 
-    More ranks than processor cores hide waiting from the clock: another rank computes meanwhile. So idle comes from
-    the CPU seconds that each rank's row took, the least of three runs. Beside it stand what the slowest ranks took,
-    which is the clock's time where every rank has a core, and the clock.
+    The clock shows waiting where every rank has a core of its own. With more ranks than cores another rank computes
+    meanwhile, so idle then comes from the CPU seconds that each rank's row took: 1 - mean / max over ranks.
     """
     import socket
 
@@ -224,14 +275,57 @@ def timed(num_ranks: int) -> dict[str, Any]:
         worker.join()
     found: dict[str, Any] = {}
     for balance in ("none", "cost"):
-        work = np.array([np.min([run[0] for run in report[balance]], axis=0) for report in reports]).T
+        work = np.array([np.median([run[0] for run in report[balance]], axis=0) for report in reports]).T
         found[balance] = {
+            "ranks": num_ranks,
+            "cores": num_cores(),
+            "micro_steps": len(work),
             "idle": float(1 - work.sum() / (num_ranks * work.max(axis=1).sum())),
             "slowest_seconds": float(work.max(axis=1).sum()),
-            "seconds": min(run[1] for report in reports for run in report[balance]),
-            "micro_steps": len(work),
+            "seconds": float(np.median([run[1] for report in reports for run in report[balance]])),
+            "waited": float(np.median([run[2] for report in reports for run in report[balance]])),
         }
     return found
+
+
+def timed_runs(num_ranks: int) -> list[dict[str, Any]]:
+    """The timed run, and a second one of as many ranks as there are cores if that is fewer."""
+    return [timed(ranks) for ranks in sorted({num_ranks, min(num_ranks, max(num_cores(), 2))}, reverse=True)]
+
+
+def goes_down(run: dict[str, Any]) -> bool:
+    """Whether balance lets real ranks wait less, by the clock if it can show that."""
+    measure = "waited" if run["none"]["ranks"] <= run["none"]["cores"] else "idle"
+    return bool(run["cost"][measure] < run["none"][measure])
+
+
+def print_timed(run: dict[str, Any]) -> None:
+    """Two lines for one timed run."""
+    for balance, numbers in run.items():
+        print(
+            f"{numbers['ranks']} processes on {numbers['cores']} cores, balance {balance}, {numbers['micro_steps']} "
+            f"micro-steps: idle {numbers['idle']:.1%} of CPU seconds, {numbers['slowest_seconds']:.2f} s on the "
+            f"slowest ranks; {numbers['seconds']:.2f} s on the clock, {numbers['waited']:.1%} of it waiting"
+        )
+
+
+def print_headroom(ranks: list[int]) -> None:
+    """What room in rows costs (fill, rows) and brings (idle), beside the least idle that any dealing can reach."""
+    print("lengths      budget ranks GA headroom |    fill    rows cluster | idle: before   after  bound | sum lost")
+    for name in ("lognormal", "chat", "longtail"):
+        for budget in (4_096, 32_768):
+            for num_ranks in ranks:
+                for accumulation in (1, 4):
+                    for headroom in HEADROOMS:
+                        found = simulate(name, budget, num_ranks, accumulation, 1, headroom)
+                        bound = "      " if found.bound is None else f"{found.bound:6.2%}"
+                        chosen = "*" if headroom is None else " "
+                        print(
+                            f"{name:10} {budget:8} {num_ranks:5} {accumulation:2} {found.headroom:8.3%}{chosen}| "
+                            f"{found.fill:7.2%} {found.rows:7} {found.cluster:7.2f} | {found.before:12.2%} "
+                            f"{found.after:7.2%} {bound} | {1 - found.fill + found.after:8.2%}",
+                            flush=True,
+                        )
 
 
 def main() -> int:
@@ -239,13 +333,16 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512], help="numbers of ranks to simulate")
     parser.add_argument("--timed", type=int, default=0, help="processes of the timed run")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--headroom", action="store_true", help="print the table of headrooms instead")
     args = parser.parse_args()
+    if args.headroom:
+        print_headroom(args.ranks)
+        return 0
 
     print(
-        f"{'lengths':12} {'budget':>7} {'ranks':>5} {'GA':>2} {'window':>6} | idle: TRL  before  after | fill  ",
-        end="",
+        f"{'lengths':12} {'budget':>7} {'ranks':>5} {'GA':>2} {'window':>6} | idle: TRL  before  after  bound | "
+        "fill  variance of steps  ms per step"
     )
-    print("variance of steps  ms per step")
     results, broken = [], []
     for name, budget, accumulation in CASES:
         for ranks in args.ranks:
@@ -254,24 +351,23 @@ def main() -> int:
                 results.append(result)
                 if result.after > LIMITS.get((name, budget, accumulation, window), 1.0):
                     broken.append(f"{name} {budget}, {ranks} ranks, accumulation {accumulation}, window {window}")
+                bound = "" if result.bound is None else f"{result.bound:.1%}"
                 print(
                     f"{name:12} {budget:7} {ranks:5} {accumulation:2} {window:6} | {result.trl:9.1%} "
-                    f"{result.before:7.1%} {result.after:6.1%} | {result.fill:.1%} {result.step_variance:10.2f} "
-                    f"{result.ms_per_step:17.1f}",
+                    f"{result.before:7.1%} {result.after:6.1%} {bound:>6} | {result.fill:.2%} "
+                    f"{result.step_variance:9.2f} {result.ms_per_step:17.1f}",
                     flush=True,
                 )
-    run = timed(args.timed) if args.timed else {}
-    for balance, numbers in run.items():
-        print(
-            f"{args.timed} processes, balance {balance}, {numbers['micro_steps']} micro-steps: "
-            f"idle {numbers['idle']:.1%} of CPU seconds, {numbers['slowest_seconds']:.2f} s on the slowest ranks, "
-            f"{numbers['seconds']:.1f} s on the clock"
-        )
-    if run and run["cost"]["idle"] >= run["none"]["idle"]:
-        broken.append("the timed run")
+    runs = timed_runs(args.timed) if args.timed else []
+    for run in runs:
+        print_timed(run)
+        if not goes_down(run):
+            broken.append(f"the timed run of {run['cost']['ranks']} processes")
     print(*(f"Broken: {name}." for name in broken), "" if broken else "All limits hold.")
     if args.json:
-        args.json.write_text(json.dumps({"simulated": [asdict(result) for result in results], "timed": run}, indent=2))
+        args.json.write_text(
+            json.dumps({"simulated": [asdict(result) for result in results], "timed": runs}, indent=2)
+        )
     return 1 if broken else 0
 
 

@@ -388,7 +388,12 @@ def padded_batches(
 def _simulated_idle(sampler: RankedBatchSampler | None, rows_per_step: int) -> tuple[float, float] | tuple[None, None]:
     if sampler is None or sampler.num_ranks == 1:
         return None, None
-    return sampler.idle(0, max(_FEWEST_SIMULATED_STEPS, _SIMULATED_ROWS // rows_per_step))
+    return sampler.idle(0, simulated_steps(rows_per_step))
+
+
+def simulated_steps(rows_per_step: int) -> int:
+    """Optimiser steps, from the first, that say how long ranks wait: dealing all of a large plan is slow."""
+    return max(_FEWEST_SIMULATED_STEPS, _SIMULATED_ROWS // rows_per_step)
 
 
 def _shape(

@@ -33,6 +33,7 @@ from ..planning import TrainPlan, plan_evaluation, plan_fingerprint
 from ..preflight import check_data, check_model, refuse_parallelism, refuse_settings
 from ..proof import AdapterProof, isolation_line, prove_isolation
 from ..register import register_ops
+from ..report import simulated_steps
 from ..resume import check_resume, last_whole_checkpoint, write_resume_state
 from ..sampler import RankedBatchSampler
 from ..streaming import RowStream
@@ -322,7 +323,10 @@ class PackedSFTTrainer(TokenLossTrainer):
         # The Trainer's own `set_epoch` does not reach a sampler that a resumed run has wrapped.
         if self._sampler is not None:
             self._sampler.set_epoch(kwargs["epoch"])
-            self._rank_idle = self._sampler.idle(kwargs["epoch"])[1] if self.accelerator.num_processes > 1 else None
+            self._rank_idle = None
+            if (num_ranks := self.accelerator.num_processes) > 1:
+                num_steps = simulated_steps(num_ranks * self.args.gradient_accumulation_steps)
+                self._rank_idle = self._sampler.idle(kwargs["epoch"], num_steps)[1]
         super()._run_epoch(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
