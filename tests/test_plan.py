@@ -81,3 +81,13 @@ def test_plan_also_says_what_memory_the_run_takes(capsys: Any) -> None:
     assert code == 0
     assert 0 < json.loads(out)["memory"]["total"] < 2**32
     assert "optimiser" in call(capsys, "plan", *RUN)[1]
+
+
+def test_samples_with_images_have_nothing_to_plan(capsys: Any, tmp_path: Path) -> None:
+    from tiny_vision import picture_talks
+
+    data = tmp_path / "pictures.parquet"
+    picture_talks(4).to_parquet(data)
+    code, out, err = call(capsys, "plan", *RUN, "--dataset_name", str(data), "--eval_strategy", "no")
+    assert (code, out) == (2, "")
+    assert "per_device_train_batch_size" in err.splitlines()[-1]

@@ -68,13 +68,11 @@ def test_adapters_that_act_once_per_row_are_refused(peft_config, tmp_path):
         )
 
 
-def test_a_padding_collator_and_image_data_are_refused(tmp_path):
+def test_a_padding_collator_is_refused(tmp_path):
     args = PackedSFTConfig(**settings(tmp_path))
     with pytest.raises(PackingError, match="`data_collator` is a DataCollatorForLanguageModeling"):
-        refuse_settings(args, None, None, DataCollatorForLanguageModeling(pad_token_id=0))
-    with pytest.raises(PackingError, match="images"):
-        refuse_settings(args, ["images", "messages"], None, None)
-    refuse_settings(args, ["messages"], None, PackedCollator())
+        refuse_settings(args, None, DataCollatorForLanguageModeling(pad_token_id=0))
+    refuse_settings(args, None, PackedCollator())
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,8 @@ class RowInfo:
             Segments of real tokens.
         target_positions (`np.ndarray`, *optional*):
             int64 `[num_targets]`: where `labels[:, 1:]`, flattened, is not -100.
+        num_cut_tokens (`int`, *optional*, defaults to 0):
+            Tokens above `max_length` that were cut while the row was made. Where rows are planned, the plan counts.
     """
 
     boundaries: Boundaries | None
@@ -165,6 +167,7 @@ class RowInfo:
     num_tokens: int
     num_segments: int
     target_positions: _Ints | None = field(default=None, repr=False, compare=False)
+    num_cut_tokens: int = 0
 
 
 ROW_INFO = "row_info"
@@ -186,7 +189,7 @@ class RowCollator:
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         row, boundaries = self.collator.pack(samples or _FILLER)
         # The first token of a row is never predicted.
-        targets = _target_positions(row["labels"][:, 1:])
+        targets = target_positions(row["labels"][:, 1:])
         info = RowInfo(
             boundaries=boundaries,
             fragments=tuple(sample["fragment"] for sample in samples),
@@ -212,7 +215,7 @@ class PaddedCollator:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = self.collator(list(samples or _FILLER))
-        targets = _target_positions(batch["labels"][:, 1:])
+        targets = target_positions(batch["labels"][:, 1:])
         info = RowInfo(
             boundaries=None,
             fragments=tuple(sample["fragment"] for sample in samples),
@@ -224,7 +227,8 @@ class PaddedCollator:
         return {**batch, ROW_INFO: info}
 
 
-def _target_positions(labels: torch.Tensor) -> _Ints:
+def target_positions(labels: torch.Tensor) -> _Ints:
+    """Say where labels, flattened, are not -100: int64 `[num_targets]`."""
     return np.flatnonzero(labels.numpy() != IGNORE_INDEX)
 
 

@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 
 from .collator import RowInfo
 
-_NAMES = ("nll", "entropy", "correct", "targets", "aux", "rows", "tokens", "segments", "micro_steps")
+_NAMES = ("nll", "entropy", "correct", "targets", "aux", "rows", "tokens", "segments", "micro_steps", "cut")
 
 
 @dataclass

@@ -28,15 +28,13 @@ from .register.dispatch import refuse_unsupported
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def refuse_settings(args: PackedSFTConfig, columns: list[str] | None, peft_config: Any, data_collator: Any) -> None:
+def refuse_settings(args: PackedSFTConfig, peft_config: Any, data_collator: Any) -> None:
     """
     Refuse settings that cannot be honoured in packed training.
 
     Args:
         args ([`PackedSFTConfig`]):
             The run's settings.
-        columns (`list[str]`, *optional*):
-            Columns of the training data, if known.
         peft_config (`PeftConfig`, *optional*):
             The adapters to train.
         data_collator (*optional*):
@@ -51,11 +49,6 @@ def refuse_settings(args: PackedSFTConfig, columns: list[str] | None, peft_confi
         raise PackingError(
             f"`PackedSFTTrainer` lays samples end to end itself, but `data_collator` is a "
             f"{type(data_collator).__name__}, which pads. Leave it out, or pass a `PackedCollator`."
-        )
-    if columns is not None and {"image", "images"} & set(columns):
-        raise PackingError(
-            "`PackedSFTTrainer` packs text, but the data set has images, whose tokens the processor adds per sample. "
-            "Use TRL's `SFTTrainer`, or `pack_rows` on the merged embeddings."
         )
     if args.packing_strategy == "wrapped" and args.packing:
         raise PackingError(

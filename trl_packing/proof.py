@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -13,6 +14,8 @@ from transformers import TrainerCallback
 from .errors import LeakError
 from .isolation import IsolationReport, check_isolation
 from .lora import AdapterGradients, adapter_gradients
+
+_Result = TypeVar("_Result")
 
 
 def prove_isolation(model: nn.Module, accelerator: Accelerator) -> IsolationReport:
@@ -31,10 +34,34 @@ def prove_isolation(model: nn.Module, accelerator: Accelerator) -> IsolationRepo
     Raises:
         [`LeakError`]: On every rank, if any rank found a leak or could not finish a probe.
     """
-    failure, report = None, None
-    try:
+
+    def check() -> IsolationReport:
         report = check_isolation(model, host_offsets=True)
         report.raise_if_leaking()
+        return report
+
+    return agreed(check, accelerator)
+
+
+def agreed(check: Callable[[], _Result], accelerator: Accelerator) -> _Result:
+    """
+    Run a check on every rank, and stop all ranks where it failed on one.
+
+    Args:
+        check (`Callable`):
+            Without arguments.
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's.
+
+    Returns:
+        `Any`: What the check returned on this rank.
+
+    Raises:
+        [`LeakError`]: On every rank, if it raised on any.
+    """
+    failure, result = None, None
+    try:
+        result = check()
     except Exception as error:
         # A rank that raised alone would leave the others waiting in their next collective.
         failure = error
@@ -45,8 +72,8 @@ def prove_isolation(model: nn.Module, accelerator: Accelerator) -> IsolationRepo
         raise LeakError(f"The isolation check could not run: {type(failure).__name__}: {failure}") from failure
     if failures:
         raise LeakError(f"The isolation check failed on another rank: {failures[0]}")
-    assert report is not None
-    return report
+    assert result is not None
+    return result
 
 
 def isolation_line(report: IsolationReport) -> str:

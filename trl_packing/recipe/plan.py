@@ -17,6 +17,7 @@ from ..planning import TrainPlan
 from ..quickstart import resolve_model
 from ..report import PlanReport
 from ..trainer import PackedSFTTrainer
+from ..vision import IMAGE_COLUMNS
 from .build import check_model_name, load_samples, load_tokenizer, lora_mapping, model_errors
 from .config import RecipeArguments, build_lora
 
@@ -57,6 +58,11 @@ def plan_sft(
     samples, _ = load_samples(script_args, dataset_args, training_args)
     if not isinstance(samples, Dataset):
         raise PackingError("A stream is planned while it is read. Set `dataset_streaming: false` to plan it here.")
+    if IMAGE_COLUMNS & set(samples.column_names):
+        raise PackingError(
+            "How many tokens an image becomes is known only once its row is made, so there is nothing to plan before: "
+            "a row holds `per_device_train_batch_size` samples."
+        )
     revision = model_args.model_revision
     with model_errors(name):
         tokenizer = load_tokenizer(name, samples, training_args, revision)

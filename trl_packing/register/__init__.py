@@ -38,6 +38,8 @@ def register_ops(model: nn.Module | None = None, *, ops: str = "auto") -> None:
 def unregister_ops() -> None:
     """Undo every change of `register_ops` in this process."""
     from .dispatch import remove_dispatchers
+    from .towers import remove_tower_hooks
 
     remove_dispatchers()
+    remove_tower_hooks()
     unregister_attention()

@@ -127,6 +127,7 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
             tokens=0 if info is None else info.num_tokens,
             segments=0 if info is None else info.num_segments,
             rows=0 if info is None else bool(info.num_segments),
+            cut=0 if info is None else info.num_cut_tokens,
             # A filler has no tokens to balance experts over.
             micro_steps=1 if info is None else bool(info.num_tokens),
         )
@@ -154,6 +155,8 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
         }
         if self.args.packing:
             metrics["fill_rate"] = totals["tokens"] / (rows * self.args.resolved_token_budget)
+        if totals["cut"]:
+            metrics["num_cut_tokens"] = totals["cut"]
         if self._rank_idle is not None:
             metrics["rank_idle"] = self._rank_idle
         self._logged_at = now

@@ -31,12 +31,24 @@ from ..errors import PackingError
 from ..evaluation import FragmentLoss, TokenSums, sample_losses, token_metrics, write_jsonl
 from ..planning import TrainPlan, plan_evaluation, plan_fingerprint
 from ..preflight import check_data, check_model, refuse_parallelism, refuse_settings
-from ..proof import AdapterProof, isolation_line, prove_isolation
+from ..proof import AdapterProof, agreed, isolation_line, prove_isolation
 from ..register import register_ops
 from ..report import simulated_steps
 from ..resume import check_resume, last_whole_checkpoint, write_resume_state
 from ..sampler import RankedBatchSampler
 from ..streaming import RowStream
+from ..vision import (
+    IMAGE_COLUMNS,
+    ImagePlan,
+    ImageRowCollator,
+    RawSamples,
+    RopeIndex,
+    check_images,
+    keep_towers_apart,
+    plan_image_evaluation,
+    refuse_images,
+    samples_to_prove,
+)
 from .load import load_model, packed_collator, packed_config
 from .loss import TokenLossTrainer
 
@@ -83,10 +95,13 @@ class PackedSFTTrainer(TokenLossTrainer):
     ) -> None:
         args = packed_config(args, model)
         check_data(train_dataset, args, formatting_func, "train")
-        refuse_settings(args, get_dataset_column_names(train_dataset), peft_config, data_collator)
+        refuse_settings(args, peft_config, data_collator)
+        has_images = bool(IMAGE_COLUMNS & set(get_dataset_column_names(train_dataset) or ()))
         if isinstance(model, str):
             model, processing_class = load_model(model, args, processing_class, quantization_config)
             quantization_config = None
+        if has_images:
+            refuse_images(args, train_dataset, model)
         register_ops(model, ops=args.ops)
         peft_config = check_model(model, peft_config)
         # Its vocabulary grows if a cloned chat template adds tokens.
@@ -119,6 +134,7 @@ class PackedSFTTrainer(TokenLossTrainer):
         refuse_parallelism(self.accelerator.parallelism_config)
         self._padded_collator = self.data_collator
         self.data_collator = data_collator or packed_collator(self.args)
+        self._image_collator = self._make_image_collator() if self._is_vision_dataset else None
         self.padding_free = True
         # The Trainer's filter reads the device twice per micro-step; `training_step` does the same without.
         self._replaces_nan_losses = self.args.logging_nan_inf_filter
@@ -168,13 +184,27 @@ class PackedSFTTrainer(TokenLossTrainer):
         """Plan the training set, or give the plan that was made for it."""
         if self._train_plan is None or self._train_plan.dataset is not self.train_dataset:
             row_cost = RowCost.from_config(self.model.config.get_text_config(), frozen_base=is_peft_model(self.model))
-            self._train_plan = TrainPlan(self.train_dataset, self.args, row_cost, self._may_mask_labels)
+            plan_class = TrainPlan if self._image_collator is None else ImagePlan
+            self._train_plan = plan_class(self.train_dataset, self.args, row_cost, self._may_mask_labels)
             self._sampler = self._train_plan.sampler(
                 num_ranks=self.accelerator.num_processes, rank=self.accelerator.process_index
             )
-            self._report_plan()
+            if self._image_collator is None:
+                self._report_plan()
         assert self._sampler is not None
         return self._sampler
+
+    def _make_image_collator(self) -> ImageRowCollator:
+        # A stream may not have named its columns before.
+        refuse_images(self.args, self.train_dataset, self.model)
+        keep_towers_apart(self.model)
+        return ImageRowCollator(
+            self._padded_collator,
+            filler=self.train_dataset[0],
+            rope_index=RopeIndex(self.model),
+            overlong=self.args.resolved_overlong,
+            host_offsets=not self.args.torch_compile,
+        )
 
     def _report_plan(self) -> None:
         assert self._train_plan is not None
@@ -187,7 +217,7 @@ class PackedSFTTrainer(TokenLossTrainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Give this rank's packed rows, already divided among the ranks."""
-        collate = RowCollator(self.data_collator)
+        collate = self._image_collator or RowCollator(self.data_collator)
         if not isinstance(self.train_dataset, Dataset):
             args = self.args
             self._sampler = None
@@ -207,11 +237,17 @@ class PackedSFTTrainer(TokenLossTrainer):
         if dataset is None:
             raise PackingError("Evaluation needs a data set. Pass `eval_dataset`.")
         mode = self._eval_mode()
-        collate = PaddedCollator(self._padded_collator) if mode == "padded" else RowCollator(self.data_collator)
+        packed_rows = self._image_collator or RowCollator(self.data_collator)
+        collate = PaddedCollator(self._padded_collator) if mode == "padded" else packed_rows
         if not isinstance(dataset, Dataset):
             stream = self._stream(dataset, mode == "packed", self.args.per_device_eval_batch_size, 1)
             return self._loader(stream, None, collate)
-        plan = plan_evaluation(dataset, self.args, packed=mode == "packed")
+        has_images = self._image_collator is not None
+        plan = (
+            plan_image_evaluation(dataset, self.args)
+            if has_images
+            else plan_evaluation(dataset, self.args, packed=mode == "packed")
+        )
         sampler = RankedBatchSampler(
             lambda _: plan,
             num_epochs=1,
@@ -219,11 +255,12 @@ class PackedSFTTrainer(TokenLossTrainer):
             rank=self.accelerator.process_index,
             balance="none",
         )
-        return self._loader(FragmentDataset(dataset, plan.fragments), sampler, collate)
+        samples = RawSamples if has_images else FragmentDataset
+        return self._loader(samples(dataset, plan.fragments), sampler, collate)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Give this rank's rows of a set to predict, which may be raw."""
-        if "input_ids" not in get_dataset_column_names(test_dataset):
+        if self._image_collator is None and "input_ids" not in get_dataset_column_names(test_dataset):
             test_dataset = self._prepare_dataset(
                 test_dataset, self.processing_class, self.args, False, self._formatting_func, "test"
             )
@@ -248,7 +285,7 @@ class PackedSFTTrainer(TokenLossTrainer):
 
     def _loader(
         self,
-        dataset: FragmentDataset | RowStream,
+        dataset: FragmentDataset | RawSamples | RowStream,
         sampler: RankedBatchSampler | None,
         collate: Any,
         training: bool = False,
@@ -318,6 +355,12 @@ class PackedSFTTrainer(TokenLossTrainer):
         # With the first log, and so into every tracker.
         self._metrics["train"]["isolation_max_leak"].append(self.isolation_report.max_leak)
         self.accelerator.print(isolation_line(self.isolation_report))
+        if self._image_collator is not None:
+            samples = samples_to_prove(self.train_dataset)
+            # What is wrong with a sample is no leak.
+            self._image_collator.padded(samples)
+            check = partial(check_images, self.model, self._image_collator, samples)
+            self.accelerator.print(agreed(check, self.accelerator))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # The Trainer's own `set_epoch` does not reach a sampler that a resumed run has wrapped.
