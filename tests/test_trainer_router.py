@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import TINY_TYPES, tiny_config, tiny_model
 from training import VOCAB_SIZE, conversations, model_of, packed_trainer
 from transformers.models.mixtral import modeling_mixtral
 from trl.trainer.utils import add_fused_lm_head
@@ -14,8 +15,8 @@ from trl.trainer.utils import add_fused_lm_head
 COEF = 0.5
 
 
-def trainer_of(output_dir: Any, model_type: str, **overrides: Any) -> Any:
-    model = model_of(model_type=model_type)
+def trainer_of(output_dir: Any, model_type: str, attention: str = "varlen", **overrides: Any) -> Any:
+    model = model_of(attention, model_type, **overrides.pop("config", {}))
     overrides = {"router_aux_loss_coef": COEF, "pad_to_multiple_of": 512, **overrides}
     return packed_trainer(output_dir, conversations(9), model=model, **overrides)
 
@@ -61,6 +62,84 @@ def test_loss_and_gradients_are_those_of_trl_on_padded_samples(model_type: str, 
         assert (ours.grad is None) == (theirs.grad is None), name
         if ours.grad is not None:
             assert float((ours.grad - theirs.grad).abs().max()) <= 1e-4 * largest, name
+
+
+# Every type of transformers that declares a router and the weight of its balancing loss, under any name for the number of
+# experts. Without: types that are refused, and those whose default has no experts.
+BALANCED = (
+    "ernie4_5_moe",
+    "flex_olmo",
+    "flint",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "jamba",
+    "laguna",
+    "mellum",
+    "minimax_m2",
+    "minimax_m3_vl_text",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen4_exp_text",
+)
+# Their configuration has no weight, so it is the user's to set.
+ON_REQUEST = ("dbrx", "deepseek_v3", "jetmoe", "nemotron_h")
+
+
+def definition(model: Any, samples: list[torch.Tensor]) -> float:
+    """
+    The balancing loss by its definition, over the tokens of samples that are run one by one.
+
+    Mixtral's: over all layers and tokens, the share of tokens that choose an expert times its mean probability.
+    """
+    config = model.config.get_text_config()
+    top_k = getattr(config, "num_experts_per_tok", None) or config.ffn_config.moe_top_k
+    parts = []
+    with torch.no_grad():
+        for sample in samples:
+            outputs = model(sample[None], use_cache=False, output_router_logits=True)
+            parts += list(outputs.router_logits)
+    probabilities = torch.cat(parts).softmax(-1)
+    chosen = torch.nn.functional.one_hot(probabilities.topk(top_k).indices, probabilities.shape[-1]).float()
+    return float((chosen.mean(0) * probabilities.mean(0)).sum() * probabilities.shape[-1])
+
+
+@pytest.mark.parametrize("model_type", [name for name in (*BALANCED, *ON_REQUEST) if name in TINY_TYPES])
+def test_the_loss_is_the_definition_over_real_tokens(model_type: str, tmp_path: Any) -> None:
+    # Sparse attention of Qwen4 has a mask of its own.
+    attention = "eager" if model_type == "qwen4_exp_text" else "varlen"
+    trainer = trainer_of(tmp_path, model_type, attention)
+    config = copy.deepcopy(trainer.model.config.to_dict())
+    row = rows_of(trainer)[0]
+    lengths = row["row_info"].boundaries.lengths[:-1]
+    assert row["row_info"].boundaries.num_alignment_tokens > 100
+    trainer.compute_loss(trainer.model, row)
+    plain = tiny_model(model_type, attn_implementation="eager", vocab_size=VOCAB_SIZE)
+    samples = row["input_ids"][0, : sum(lengths)].split(list(lengths))
+    assert trainer._sums["train"].sums["aux"].item() == pytest.approx(definition(plain, samples), rel=1e-5)
+    assert trainer.model.config.to_dict() == config
+
+
+@pytest.mark.slow
+def test_no_type_is_left_out() -> None:
+    left_out = {"deepseek_v4", "doge", "llama4", "llama4_text", "minimax", "qwen3_5_moe", "qwen4_exp"}
+    configs = {name: tiny_config(name).get_text_config() for name in TINY_TYPES}
+    declared = {name for name, config in configs.items() if getattr(config, "router_aux_loss_coef", None)}
+    assert declared == {*BALANCED, *left_out}
+
+
+def test_a_model_without_a_layer_of_experts_has_none(tmp_path: Any) -> None:
+    """As granite-4.0-h-micro: it declares a balancing loss and is dense. Stock TRL stops with an error."""
+    trainer = trainer_of(tmp_path, "granitemoehybrid", config={"num_local_experts": 0})
+    trainer.compute_loss(trainer.model, rows_of(trainer)[0])
+    assert trainer._sums["train"].sums["aux"] == 0.0
 
 
 def test_alignment_tokens_would_change_it(tmp_path: Any) -> None:

@@ -220,7 +220,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ernie": DECODER,
     "exaone4": SLIDING_FULL,
     "exaone_moe": SLIDING_FULL,
-    "flint": SLIDING_FULL,
+    "flint": SLIDING_FULL | {"mlp_only_layers": [0]},
     "gemma3": {"text_config": SLIDING_FULL},
     "gemma3_text": SLIDING_FULL,
     "gemma3n_text": SLIDING_FULL | {"activation_sparsity_pattern": [0.0, 0.0]},

@@ -18,34 +18,50 @@ from ..boundaries import Boundaries
 
 
 @contextmanager
-def balancing_tokens(boundaries: Boundaries | None, *, is_filler: bool = False) -> Iterator[None]:
+def balancing_tokens(config: Any, boundaries: Boundaries | None, *, is_filler: bool = False) -> Iterator[None]:
     """
     Let forwards with `fused_lm_head=True` balance experts over a batch's real tokens, inside this context.
 
     Args:
+        config (`transformers.PretrainedConfig`):
+            The model's text configuration. TRL reads the number of experts from it, under one of the names in use.
         boundaries ([`Boundaries`], *optional*):
             Of the packed row, whose alignment tokens do not count. Without them TRL's attention mask decides.
         is_filler (`bool`, *optional*, defaults to `False`):
             Whether the batch has no sample at all: its loss is 0.
     """
-    if boundaries is None and not is_filler:
-        yield
-        return
     # TRL's fused head looks this function up in every call, for all kinds of experts.
     balancing_loss = modeling_mixtral.load_balancing_loss_func
 
     def over_real_tokens(
         router_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: torch.Tensor | None = None
     ) -> Any:
-        if boundaries is not None and isinstance(router_logits, tuple):
-            logits = router_logits[0]
+        # A model of this kind without a single layer of experts.
+        if not router_logits:
+            return 0.0
+        logits = router_logits[0]
+        if boundaries is not None:
             attention_mask = torch.ones(logits.shape[0], device=logits.device)
             attention_mask[boundaries.num_real_tokens :] = 0.0
-        loss = balancing_loss(router_logits, num_experts, top_k, attention_mask)
+        # Routers may have more to choose from than experts: a token can also skip them.
+        loss = balancing_loss(router_logits, logits.shape[-1], top_k, attention_mask)
         return loss * 0.0 if is_filler else loss
 
     modeling_mixtral.load_balancing_loss_func = over_real_tokens
+    lent = {name: value for name, value in _names_of_trl(config).items() if not hasattr(config, name)}
+    for name, value in lent.items():
+        setattr(config, name, value)
     try:
         yield
     finally:
         modeling_mixtral.load_balancing_loss_func = balancing_loss
+        for name in lent:
+            delattr(config, name)
+
+
+def _names_of_trl(config: Any) -> dict[str, Any]:
+    # The number of experts is only read: the router's logits tell how many there are.
+    return {
+        "num_experts": None,
+        "num_experts_per_tok": getattr(getattr(config, "ffn_config", None), "moe_top_k", None),
+    }

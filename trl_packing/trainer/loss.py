@@ -7,6 +7,7 @@ Upstream reads the device for its metrics in every micro-step. Here sums stay on
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
     _logged_at: float
     _rank_idle: float | None
     _replaces_nan_losses: bool
+    _text_config: Any
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a micro-step. For the log, a loss that is not finite becomes the interval's mean so far."""
@@ -79,7 +81,8 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
         logits_inputs = {key: value for key, value in inputs.items() if key != "labels"}
         positions = None if info is None or self.args.torch_compile else info.target_positions
         boundaries, is_filler = (None, False) if info is None else (info.boundaries, not info.num_tokens)
-        with head_positions(positions), balancing_tokens(boundaries, is_filler=is_filler):
+        balancing = balancing_tokens(self._text_config, boundaries, is_filler=is_filler)
+        with head_positions(positions), balancing if self.aux_loss_enabled else nullcontext():
             outputs, loss_sum, loss = self._loss_sum(model, inputs, logits_inputs, num_items_in_batch)
         num_targets = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
         if loss is None:
