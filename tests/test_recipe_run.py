@@ -231,11 +231,11 @@ def test_a_tokenizer_that_lacks_something_is_one_sentence(
         ({"lora_config": '{"rr": 4}'}, ["`rr`"]),
         ({"lerning_rate": "1"}, ["`--lerning_rate`", "`learning_rate`"]),
         ({"packing_strategy": "wrapped"}, ["`packing_strategy: wrapped`"]),
-        ({"neftune_noise_alpha": "5"}, ["`neftune_noise_alpha`"]),
+        ({"dataloader_drop_last": "true"}, ["`dataloader_drop_last`"]),
         ({"resume_from_checkpoint": "nowhere"}, ["nowhere", "no folder"]),
         ({"resume_from_checkpoint": "true"}, ["no whole checkpoint"]),
     ],
-    ids=["hub", "path", "target", "head", "lora_key", "option", "wrapped", "neftune", "checkpoint", "no_checkpoint"],
+    ids=["hub", "path", "target", "head", "lora_key", "option", "wrapped", "drop_last", "checkpoint", "no_checkpoint"],
 )
 def test_a_wrong_setting_is_one_sentence(
     changes: dict[str, str], parts: list[str], checkpoint: Path, data: Path, tmp_path: Path, capsys: Any

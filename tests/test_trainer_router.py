@@ -64,8 +64,8 @@ def test_loss_and_gradients_are_those_of_trl_on_padded_samples(model_type: str, 
             assert float((ours.grad - theirs.grad).abs().max()) <= 1e-4 * largest, name
 
 
-# Every type of transformers that declares a router and the weight of its balancing loss, under any name for the number of
-# experts. Without: types that are refused, and those whose default has no experts.
+# Every type of transformers that declares the weight of a balancing loss, under any name for the number of experts.
+# Left out: types that are refused, and those without experts by default.
 BALANCED = (
     "ernie4_5_moe",
     "flex_olmo",

@@ -130,11 +130,11 @@ def _refuse_trainer_settings(args: PackedSFTConfig) -> None:
         ),
         # With `ignore_data_skip` a resumed run trains samples twice.
         (args.ignore_data_skip, "`ignore_data_skip`", "A resumed run would train samples twice. Remove it."),
-        # transformers scales the noise by the row's length, which is not the sample's.
+        # A graph is compiled with the noise of its first row.
         (
-            args.neftune_noise_alpha is not None,
-            "`neftune_noise_alpha`",
-            "Its noise is scaled by the length of the whole row. Remove it.",
+            args.neftune_noise_alpha is not None and args.torch_compile,
+            "`neftune_noise_alpha` with `torch_compile`",
+            "Its noise depends on each row's samples. Remove one of the two.",
         ),
         (
             args.auto_find_batch_size,

@@ -18,6 +18,7 @@ from ..collator import ROW_INFO, RowInfo
 from ..evaluation import FragmentLoss, TokenSums, fragment_losses, token_metrics
 from ..register.head import head_positions
 from ..register.router import balancing_tokens
+from .noise import embedding_noise
 
 
 class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
@@ -82,7 +83,8 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
         positions = None if info is None or self.args.torch_compile else info.target_positions
         boundaries, is_filler = (None, False) if info is None else (info.boundaries, not info.num_tokens)
         balancing = balancing_tokens(self._text_config, boundaries, is_filler=is_filler)
-        with head_positions(positions), balancing if self.aux_loss_enabled else nullcontext():
+        noise = embedding_noise(self.model, self.args.neftune_noise_alpha, boundaries)
+        with head_positions(positions), balancing if self.aux_loss_enabled else nullcontext(), noise:
             outputs, loss_sum, loss = self._loss_sum(model, inputs, logits_inputs, num_items_in_batch)
         num_targets = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
         if loss is None:

@@ -139,6 +139,8 @@ class PackedSFTTrainer(TokenLossTrainer):
         # The Trainer's filter reads the device twice per micro-step; `training_step` does the same without.
         self._replaces_nan_losses = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = False
+        # Upstream's hook would scale the noise by the row's length; `compute_loss` adds it by sample.
+        self.neftune_noise_alpha = None
         # Token sums are normalised by us, whatever the model's own loss accepts.
         self.model_accepts_loss_kwargs = True
         device = self.accelerator.device
