@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
-from tiny_models import TINY_TYPES, tiny_model
+from tiny_models import tiny_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trl.trainer.utils import add_fused_lm_head
@@ -51,18 +52,6 @@ def test_hybrid_passes_with_our_operations(model_type, dtype, varlen):
     assert_exact(check_isolation(model))
 
 
-@pytest.mark.audit
-@pytest.mark.parametrize("model_type", TINY_TYPES)
-def test_verdict_depends_on_neither_seed_nor_precision(model_type):
-    model = tiny_model(model_type)
-    register_ops(model)
-    verdict = check_isolation(model).ok
-    for seed in range(20):
-        for dtype in (torch.float32, torch.bfloat16):
-            report = check_isolation(tiny_model(model_type, dtype, seed=seed), seed=seed)
-            assert report.ok == verdict, f"seed {seed}, {dtype}\n{report.to_text()}"
-
-
 def test_attention_of_ours_makes_a_leaking_model_exact(varlen):
     assert not check_isolation(tiny_model("gpt_oss", attn_implementation="eager")).ok
     assert_exact(check_isolation(tiny_model("gpt_oss", attn_implementation=varlen)))
@@ -97,9 +86,11 @@ def test_model_that_leaks_upstream_is_refused_by_layer(model_type, layer, class_
 
 def test_model_that_counts_positions_by_row_differs_from_alone(varlen):
     # Chunks of Llama-4 count from the row's start in some versions' packed mask: no leak, but other logits than alone.
+    # Which versions is transformers' affair, so the expected verdict is measured here without the check. The fault
+    # itself is planted for all versions in `test_positions_that_go_on_through_the_row_differ_from_alone`.
     model = tiny_model("llama4_text", attn_implementation="sdpa").train()
-    boundaries = Boundaries.from_lengths([67, 1, 38, 70])
-    input_ids = torch.randint(3, 128, (1, 176), generator=torch.Generator().manual_seed(0))
+    boundaries = Boundaries.from_lengths([67, 1, 5, 70])
+    input_ids = torch.randint(3, 128, (1, 143), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         packed = model(input_ids, use_cache=False, **boundaries.to_model_kwargs()).logits[:, -70:]
         alone = model(input_ids[:, -70:], use_cache=False).logits
@@ -116,13 +107,15 @@ def test_model_that_counts_positions_by_row_differs_from_alone(varlen):
             report.raise_if_leaking()
 
 
-def test_depth_that_amplifies_the_rounding_of_another_row_length_is_no_difference(varlen):
-    # A tiny bf16 hybrid whose logits differ by 2.6 epsilons from those of the unpacked run, no layer by more than 1.3.
-    model = tiny_model("bailing_hybrid", torch.bfloat16, seed=1)
+@pytest.mark.parametrize("seed", range(3))
+def test_depth_that_amplifies_the_rounding_of_another_row_length_is_no_difference(seed, varlen):
+    # How a matrix product rounds with another row length differs by processor. Planted rounding, by which the logits
+    # surely differ by more than a layer may, is in `test_rounding_of_another_row_length_is_no_difference_from_alone`.
+    model = tiny_model("bailing_hybrid", torch.bfloat16, seed=seed)
     register_ops(model)
-    report = check_isolation(model, seed=1)
+    report = check_isolation(model, seed=seed)
     assert report.ok, report.to_text()
-    assert 0 <= report.probe("alone").effect <= report.probe("alone").allowed < 0.1
+    assert report.probe("alone").effect <= report.probe("alone").allowed < 0.1
 
 
 def test_ties_of_sparse_attention_are_no_difference():
@@ -285,9 +278,9 @@ def test_row_is_small_and_runs_are_few():
         lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     check_isolation(model)
-    assert len(tokens) <= 8
-    # Less than a third of a step over 4,096 tokens, whose backward pass costs twice its forward pass.
-    assert sum(tokens) + 2 * max(tokens) < 4096
+    assert len(tokens) <= 6
+    # A third of a step over 1,024 tokens, whose backward pass costs twice its forward pass.
+    assert sum(tokens) + 2 * max(tokens) <= 1024
 
 
 def test_longest_segment_is_longer_than_the_models_chunks():
@@ -383,6 +376,28 @@ def test_model_and_generators_are_left_as_they_were(model_type, raises):
     report = check_isolation(model)
     assert_same(before, snapshot(model))
     assert report.ok is (not raises and model_type != "opt")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_names_of_transformers_are_left_as_they_were(raises):
+    model = tiny_model("qwen3_next")
+    register_ops(model)
+    model.model.layers[1].mlp.register_forward_hook(noise_of_the_row)
+    model.model.layers[0].linear_attn.register_forward_hook(fail_when_observed if raises else lambda *_: None)
+    file = sys.modules[type(model).__module__]
+    before = dict(vars(file))
+    report = check_isolation(model)
+    assert vars(file) == before
+    assert report.probe("perturbation").status == ("could not run" if raises else "failed")
+
+
+def noise_of_the_row(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output + 0.1 * output.mean(dim=1, keepdim=True)
+
+
+def fail_when_observed(module: nn.Module, args: Any, output: Any) -> None:
+    if "observe" in sys.modules[type(module).__module__].causal_conv1d_fn.__qualname__:
+        raise RuntimeError("observed")
 
 
 def test_training_with_and_without_the_check_gives_the_same_losses():

@@ -5,12 +5,22 @@ import torch
 from accelerate import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from tiny_models import TINY_TYPES, tiny_config, tiny_model
 from training import byte_tokenizer, conversations, model_of, packed_trainer, settings
 from transformers import LlamaConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from trl_packing import LeakError, PackedCollator, PackedSFTConfig, PackedSFTTrainer, PackingError
-from trl_packing.preflight import choose_attention, refuse_parallelism, refuse_settings
+from trl_packing import (
+    LeakError,
+    PackedCollator,
+    PackedSFTConfig,
+    PackedSFTTrainer,
+    PackingError,
+    check_isolation,
+    register_ops,
+)
+from trl_packing.preflight import check_model, choose_attention, refuse_parallelism, refuse_settings
+from trl_packing.register.attention import WITHOUT_VARLEN
 
 
 class Untouchable(Dataset):
@@ -159,6 +169,19 @@ def test_attention_is_chosen_with_a_reason():
     assert name == "varlen"
     assert "half precision" in reason
     assert choose_attention(LlamaConfig(head_dim=512), "bfloat16", torch.device("cuda"))[0] == "varlen"
+
+
+@pytest.mark.parametrize("model_type", sorted(set(WITHOUT_VARLEN) & set(TINY_TYPES)))
+def test_models_that_need_a_dense_mask_get_one_and_are_refused_without(model_type, varlen):
+    with pytest.raises(PackingError, match=r"ForC\w+ cannot run `varlen` attention: it"):
+        check_model(tiny_model(model_type, attn_implementation=varlen), None)
+    attention, reason = choose_attention(tiny_config(model_type), "float32", torch.device("cpu"))
+    assert attention in ("sdpa", "eager")
+    assert reason == WITHOUT_VARLEN[model_type]
+    model = tiny_model(model_type, attn_implementation=attention)
+    register_ops(model)
+    report = check_isolation(model)
+    assert report.ok, report.to_text()
 
 
 def test_models_without_attention_backends_keep_their_own():

@@ -160,6 +160,7 @@ def test_a_cache_beside_boundaries_is_refused() -> None:
         ("rwkv", "RwkvSelfAttention"),
         ("xlstm", "xLSTMLayer"),
         ("zaya", "ZayaCCAProjection"),
+        ("mpt", "MptAttention"),
         ("deepseek_v4", "DeepseekV4CSACompressor"),
         ("blt", "BltPatcher"),
         ("reformer", "LSHSelfAttention"),

@@ -22,7 +22,7 @@ from .config import PackedSFTConfig
 from .errors import PackingError
 from .lora import check_lora_targets, safe_lora_targets
 from .lora.quantized import check_quantized_layers
-from .register import VARLEN
+from .register.attention import VARLEN, why_not_varlen
 from .register.dispatch import refuse_unsupported
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -200,8 +200,8 @@ def check_model(model: nn.Module, peft_config: Any) -> Any:
 
     Raises:
         [`LeakError`]: Naming layers that are known to mix segments.
-        [`PackingError`]: Naming adapters that would train nothing, and quantised layers that save nothing or are
-            misread.
+        [`PackingError`]: Naming adapters that would train nothing, quantised layers that save nothing or are misread,
+            or why the model cannot run `varlen`.
     """
     refuse_unsupported(model)
     check_quantized_layers(model)
@@ -242,9 +242,11 @@ def choose_attention(
     )
     if model_class is None:
         return VARLEN, "the default"
+    masked = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
     if not model_class._can_set_attn_implementation():
-        name = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
-        return name, f"{model_class.__name__} takes no other attention"
+        return masked, f"{model_class.__name__} takes no other attention"
+    if (needs_mask := why_not_varlen(config)) is not None:
+        return masked, needs_mask
     reason = _why_not_flash(config.get_text_config(), model_class, dtype, device)
     if reason is not None:
         return VARLEN, reason

@@ -3,9 +3,10 @@ The leak check: does any segment of a packed row influence another one, on this 
 
 Four probes on one small packed row:
 
-- perturbation: one segment's tokens are changed; the other segments' logits must not move.
+- perturbation: some segments' tokens are changed; the logits of those that keep theirs must not move. Three patterns
+  of change try every pair of four segments, in both directions.
 - gradient: every second segment's logits must have no gradient at the others' input embeddings.
-- control: without boundaries the same change must move the others, otherwise the probes see nothing.
+- control: where no boundary is in between, such a change must move what follows, otherwise the probes see nothing.
 - alone: the last segment's logits must equal those of the same tokens run as an unpacked sample.
 
 "Must not move" means exactly 0. Where something moves all the same, `layers.py` judges every layer on its own: what
@@ -47,15 +48,16 @@ def check_isolation(
 
     The model runs as in training (train mode, `use_cache=False`, the caller's autocast) but without dropout. Weights,
     gradients, random generators, buffers, train/eval flags, hooks and `config.use_cache` are left exactly as they
-    were. An exact model costs 8 forward passes and 1 backward pass over the row; expert layers, whose rounding has to
-    be told from a leak, up to 6 more. Where parameters are sharded over ranks, all ranks have to take part.
+    were. An exact model costs 4 forward passes and 1 backward pass over the row, and 2 forward passes over its last
+    segment; expert layers, whose rounding has to be told from a leak, up to 6 more. Where parameters are sharded over
+    ranks, all ranks have to take part.
 
     Args:
         model (`nn.Module`):
             Model to check, as it is trained: adapters on, device, dtype and attention set.
         lengths (`Sequence[int]`, *optional*):
             Tokens per segment of the row, at least 3 segments. The default has one segment that is longer than the
-            model's chunks and windows, one of a single token, and 176 tokens in all for most models.
+            model's chunks and windows, one of a single token, and 143 tokens in all for most models.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the row's random tokens.
         gradients (`bool`, *optional*, defaults to `True`):
@@ -63,8 +65,8 @@ def check_isolation(
         control (`bool`, *optional*, defaults to `True`):
             Whether to run the negative control.
         influence (`bool`, *optional*, defaults to `False`):
-            Whether to measure the effect of every segment without boundaries too, for the picture: 3 more forward
-            passes.
+            Whether to measure the effect of every segment by itself, with and without boundaries, for the picture: 9
+            more forward passes.
         position_ids_start (`int`, *optional*, defaults to `0`):
             Position of each segment's first token, as the collator passes it.
         host_offsets (`bool`, *optional*, defaults to `False`):

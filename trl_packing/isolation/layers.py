@@ -12,7 +12,6 @@ Shapes: T tokens in the row, N segments.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..register.observe import observed_convolutions
 from .row import token_effects
 
 _Key = tuple[str, int]
@@ -91,7 +91,7 @@ class LayerWatch:
     """
 
     def __init__(self, model: nn.Module, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
+        self._model, self._num_tokens = model, num_tokens
         self._layers = [
             (name, module)
             for name, module in model.named_modules()
@@ -230,7 +230,7 @@ class LayerWatch:
             for module in self._convolutions:
                 hook = module.register_forward_hook(lambda _, args, output: after_convolution(args[0], output))
                 stack.callback(hook.remove)
-            stack.enter_context(_observed_convolution_functions(self._layers, after_convolution))
+            stack.enter_context(observed_convolutions(self._model, after_convolution))
             yield
 
     # ---- tensors with one row per token
@@ -318,29 +318,3 @@ def _equal_at(watched: torch.Tensor, first: list[torch.Tensor], second: list[tor
     if len(first) != len(second):
         return False
     return all(bool((one == two).cpu()[watched].all()) for one, two in zip(first, second, strict=True))
-
-
-@contextmanager
-def _observed_convolution_functions(
-    layers: list[tuple[str, nn.Module]], observe: Callable[[torch.Tensor, Any], None]
-) -> Iterator[None]:
-    """Pass input and output of every call of transformers' convolution function, which is no module, to `observe`."""
-
-    def observed(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            output = original(hidden_states, *args, **kwargs)
-            observe(hidden_states, output)
-            return output
-
-        return call
-
-    names = {base.__module__ for _, module in layers for base in type(module).__mro__}
-    files = [sys.modules[name] for name in names if callable(getattr(sys.modules.get(name), "causal_conv1d_fn", None))]
-    originals = [(file, file.causal_conv1d_fn) for file in files]
-    try:
-        for file, original in originals:
-            file.causal_conv1d_fn = observed(original)  # type: ignore[attr-defined]
-        yield
-    finally:
-        for file, original in originals:
-            file.causal_conv1d_fn = original  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ Shapes: T tokens in the row, N segments, V vocabulary, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ _QUANTILE_WITH_CHOICES = 0.9
 _MOST_NOISE = 0.5
 
 _Outcome = tuple[str, float, float, str]
+# Which segments were changed, bool `[N]`, and the logits.
+_Run = tuple[np.ndarray, torch.Tensor]
 
 
 class Probes:
@@ -66,6 +68,7 @@ class Probes:
         self._notes: list[str] = []
         self._draws_random_numbers = False
         self._has_leaking_gradient = False
+        self._alone: torch.Tensor | None = None
 
     def report(self, *, gradients: bool, control: bool, influence: bool) -> IsolationReport:
         """Run the probes that are asked for. Whatever a model raises becomes a probe that could not run."""
@@ -85,28 +88,60 @@ class Probes:
             # It only adds a name to a leak that is proven.
             with suppress(Exception):
                 self._layers = self._layers or self._locate_in_gradients()
-        sources = range(self._boundaries.num_segments) if influence else range(1)
-        run_control = (lambda: self._probe_control(sources)) if control or influence else None
-        return self._assemble(
-            [perturbation, gradient, self._attempt("control", run_control), self._attempt("alone", self._probe_alone)]
-        )
+        if influence:
+            # Without it the picture has an empty half.
+            with suppress(Exception):
+                self._measure_influence()
+        controlled = self._attempt("control", self._probe_control if control else None)
+        return self._assemble([perturbation, gradient, controlled, self._attempt("alone", self._probe_alone)])
 
     # ---- perturbation
 
     def _probe_perturbation(self) -> _Outcome:
+        """
+        Compare runs that differ in some segments' tokens, at the segments that they have in common.
+
+        Run k changes the segments whose number, counted from 1, has bit k set. As these patterns differ, for any two
+        segments there are two runs in which one keeps its tokens and the other does not: every pair is tried, in
+        both directions, by 3 runs for 4 segments.
+        """
         num_segments = self._boundaries.num_segments
-        for source in range(num_segments):
-            self._influence[source] = self._effects_of(source)
-            if self._agree(bool(self._others(self._influence[source], source).any())):
-                return self._judge_layers()
-        return PASSED, 0.0, 0.0, f"Changed each of {num_segments} segments: no other's logits moved by a single bit."
+        runs = [(np.zeros(num_segments, dtype=bool), self._base)]
+        for bit in range(num_segments.bit_length()):
+            changed = (np.arange(1, num_segments + 1) >> bit & 1).astype(bool)
+            runs.append((changed, self._row.run(self._changed_in(changed)).detach()))
+            if self._agree(any(self._has_moved(before, runs[-1]) for before in runs[:-1])):
+                pairs = [(before, runs[-1]) for before in runs[:-1]]
+                return self._judge_layers(max(pairs, key=lambda pair: self._move(*pair)))
+        self._influence[~np.eye(num_segments, dtype=bool)] = 0.0
+        return (
+            PASSED,
+            0.0,
+            0.0,
+            f"Changed each of {num_segments} segments: no other's logits moved by a single bit.",
+        )
+
+    def _has_moved(self, one: _Run, other: _Run) -> bool:
+        """Say whether any segment with the same tokens in both runs has other logits."""
+        offsets, kept = self._boundaries.offsets, np.flatnonzero(one[0] == other[0])
+        parts = [slice(offsets[segment], offsets[segment + 1]) for segment in kept]
+        return any(not torch.equal(one[1][part], other[1][part]) for part in parts)
+
+    def _move(self, one: _Run, other: _Run) -> float:
+        """Measure how far the segments with the same tokens in both runs moved."""
+        effects = self._row.per_segment(token_effects(one[1], other[1]))
+        return float(np.where(one[0] == other[0], effects, 0.0).max())
+
+    def _changed_in(self, segments: np.ndarray) -> np.ndarray:
+        return self._row.with_changed(self._row.is_in(*np.flatnonzero(segments).tolist()))
 
     def _effects_of(self, source: int, base: torch.Tensor | None = None) -> np.ndarray:
         """Change one segment, with boundaries unless the run without them is given as `base`."""
         changed = self._row.run(self._row.with_changed(self._row.is_in(source)), bounded=base is None)
         return self._row.per_segment(token_effects(self._base if base is None else base, changed))
 
-    def _judge_layers(self) -> _Outcome:
+    def _judge_layers(self, moved: tuple[_Run, _Run]) -> _Outcome:
+        """Judge every layer by itself, because these two runs differ where they have the same tokens."""
         watch = LayerWatch(self._row.model, self._boundaries.total_tokens)
         with watch.recording():
             self._row.run(self._row.tokens, eager=True)
@@ -128,7 +163,7 @@ class Probes:
                 local = np.maximum(local, effects)
                 effect, target = float(effects.max()), int(effects.argmax())
                 is_larger = entry.name not in found or effect > found[entry.name].effect
-                if effect > self._allowed_in(entry, allowed) and is_larger:
+                if effect > self._allowed_in(entry.module, allowed, worst_noise) and is_larger:
                     found[entry.name] = self._leak(entry, source, target, effect)
             if np.isnan(self._influence[source]).any():
                 self._influence[source] = local
@@ -138,23 +173,26 @@ class Probes:
                 self._influence[source] = self._effects_of(source)
         order = {name: place for place, name in enumerate(watch.order())}
         self._layers = tuple(sorted(found.values(), key=lambda leak: order[leak.name]))
-        return self._verdict_on_layers(allowed) if found else self._verdict_on_rounding(largest_local, allowed)
+        return self._verdict_on_layers(allowed) if found else self._verdict_on_rounding(moved, largest_local, allowed)
 
-    def _allowed_in(self, entry: Entry, allowed: float) -> float:
+    def _allowed_in(self, layer: nn.Module, allowed: float, noise: float) -> float:
+        """Say how far a layer may move: by rounding only where it regroups tokens or carries a sum along the row."""
+        kinds = {kind_of(part) for part in layer.modules()}
+        # Attention multiplies what it must not see by exactly zero.
+        is_attention = kind_of(layer) == "attention" and "router" not in kinds and not _has_indexer(layer)
         # Where a gradient has proven that there is a leak, only layers that regroup tokens may still move by rounding.
-        is_strict = self._has_leaking_gradient and kind_of(entry.module) != "router"
-        return self._row.gradient_rounding() if is_strict else allowed
+        if is_attention or (self._has_leaking_gradient and kind_of(layer) != "router"):
+            return max(self._row.gradient_rounding(), _NOISE_MARGIN * noise)
+        return allowed
 
-    def _verdict_on_rounding(self, largest_local: float, allowed: float) -> _Outcome:
-        largest = [float(self._others(row, source).max()) for source, row in enumerate(self._influence)]
-        effect, source = max(largest), int(np.argmax(largest))
-        explained = allowed if largest_local == 0.0 else np.inf
+    def _verdict_on_rounding(self, moved: tuple[_Run, _Run], largest_local: float, allowed: float) -> _Outcome:
+        effect, explained = self._move(*moved), allowed if largest_local == 0.0 else np.inf
         if self._row.is_compiled:
             # The layers were judged without torch.compile, which must not move logits more than eager rounding does.
-            eager = self._row.run(self._row.with_changed(self._row.is_in(source)), eager=True)
-            base = self._row.run(self._row.tokens, eager=True)
-            effects = self._others(self._row.per_segment(token_effects(base, eager)), source)
-            explained = max(allowed, _NOISE_MARGIN * float(effects.max()))
+            one, other = (
+                (changed, self._row.run(self._changed_in(changed), eager=True).detach()) for changed, _ in moved
+            )
+            explained = max(allowed, _NOISE_MARGIN * self._move(one, other))
         if effect > explained:
             self._max_leak = max(self._max_leak, effect)
             return FAILED, effect, explained, "The logits moved, but no layer by itself shows why."
@@ -244,27 +282,47 @@ class Probes:
                     leaks.append(LayerLeak(flow.name, _class_name(flow.module), kind, source, target, effect))
         return tuple(leaks[:1])
 
-    def _probe_control(self, sources: range) -> _Outcome:
-        base = self._row.run(self._row.tokens, bounded=False).detach()
-        for source in sources:
-            self._influence_before[source] = self._effects_of(source, base)
-        effect = float(self._others(self._influence_before[0], 0).max())
+    def _probe_control(self) -> _Outcome:
+        """Run the last segment unpacked, and again with its first half changed: without a boundary this must show."""
+        tokens, changed = self._last_tokens(changed=False), self._last_tokens(changed=True)
+        with self._mode_for_alone():
+            base, other = (self._row.run_alone(ids, eager=True).detach() for ids in (tokens, changed))
+        self._alone = base
+        effect = float(token_effects(base, other)[len(tokens) // 2 :].max())
         # Enough to stand out from what moves by rounding with boundaries, which on most models is nothing.
         allowed = max(self._row.gradient_rounding(), _NOISE_MARGIN * self._rounding)
         if effect > allowed:
-            return PASSED, effect, allowed, "Without boundaries the others do move, so the probes can see a leak."
-        return FAILED, effect, allowed, "Even without boundaries nothing moves: the probes see nothing on this model."
+            detail = "Where no boundary is between them, the first half of a segment does move the second half."
+            return PASSED, effect, allowed, detail
+        return FAILED, effect, allowed, "Even without a boundary nothing moves: the probes see nothing on this model."
+
+    def _measure_influence(self) -> None:
+        base = self._row.run(self._row.tokens, bounded=False).detach()
+        for source in range(self._boundaries.num_segments):
+            self._influence_before[source] = self._effects_of(source, base)
+            self._influence[source] = self._effects_of(source)
+
+    def _last_tokens(self, *, changed: bool) -> np.ndarray:
+        """Give the last segment's tokens, with another first half if asked for."""
+        start, end = self._boundaries.offsets[-2:]
+        places = np.arange(self._boundaries.total_tokens)
+        is_changed = changed & (places >= start) & (places < start + (end - start) // 2)
+        return self._row.with_changed(is_changed)[start:end]
+
+    def _mode_for_alone(self) -> AbstractContextManager[None]:
+        # Random numbers of train mode differ with the length of a row.
+        return mode(self._model, training=not self._draws_random_numbers)
 
     def _probe_alone(self) -> _Outcome:
         segment = self._boundaries.num_segments - 1
         is_in = self._row.is_in(segment)
-        tokens = self._row.tokens[is_in]
-        with mode(self._model, training=not self._draws_random_numbers):
+        tokens = self._last_tokens(changed=False)
+        with self._mode_for_alone():
             packed = self._base
             if self._draws_random_numbers:
                 self._notes.append("The model draws random numbers in train mode: it was run alone in eval mode.")
                 packed = self._row.run(self._row.tokens).detach()
-            alone = self._row.run_alone(tokens).detach()
+            alone = self._row.run_alone(tokens).detach() if self._alone is None else self._alone
             effects = token_effects(alone, packed[torch.from_numpy(is_in)])
             effect, allowed = self._largest(effects, self._model), self._row.rounding()
             if self._agree(effect > allowed):
@@ -300,10 +358,7 @@ class Probes:
         """Take the largest effect of a comparison with another row length, less the tokens with close choices."""
         is_half = torch.finfo(self._row.compute_dtype).bits < 32
         # Rounding flips which expert or which past token is the next best; the scores of sparse attention even tie.
-        chooses = any(
-            "indexer" in type(part).__name__.lower() or (is_half and kind_of(part) == "router")
-            for part in module.modules()
-        )
+        chooses = _has_indexer(module) or (is_half and any(kind_of(part) == "router" for part in module.modules()))
         return float(effects.float().quantile(_QUANTILE_WITH_CHOICES if chooses else 1.0))
 
     # ---- shared
@@ -353,6 +408,10 @@ class Probes:
 
 def _class_name(module: nn.Module) -> str:
     return type(module).__name__
+
+
+def _has_indexer(module: nn.Module) -> bool:
+    return any("indexer" in _class_name(part).lower() for part in module.modules())
 
 
 def _has_sharded_parameters(model: nn.Module) -> bool:

@@ -146,11 +146,11 @@ class IsolationReport:
         lengths = ", ".join(map(str, self.lengths))
         lines = _wrapped(f"{self.model} ({self.dtype}, {self.attn_implementation} attention) {verdict}.")
         lines += [*_wrapped(f"One packed row of {len(self.lengths)} segments with {lengths} tokens."), ""]
-        lines.append(f"{'probe':<14}{'result':<15}{'effect':>9}{'allowed':>10}")
+        lines.append(f"{'probe':<14}{'result':<15}{'effect':>9}{'allowed':>12}")
         for probe in self.probes:
             sign = ">" if probe.name == "control" else "<="
             effect, allowed = _number(probe.effect), _number(probe.allowed)
-            lines.append(f"{probe.name:<14}{probe.status:<15}{effect:>9}{sign:>3}{allowed:>7}")
+            lines.append(f"{probe.name:<14}{probe.status:<15}{effect:>9}{sign:>4}{allowed:>8}")
             lines += _wrapped(probe.detail, indent="  ")
         if self.layers:
             lines += ["", f"Leaking layers: {len(self.layers)}. The first ones:"]

@@ -38,7 +38,7 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
             Its `config` is searched for chunk and window sizes.
 
     Returns:
-        `tuple[int, ...]`: Four lengths, 176 tokens in all unless a window or chunk is longer than 64, or the model's
+        `tuple[int, ...]`: Four lengths, 143 tokens in all unless a window or chunk is longer than 64, or the model's
             context is shorter.
     """
     spans = [_USUAL_CHUNK]
@@ -48,7 +48,7 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
     usual = max(spans) + 3
     contexts = [getattr(config, name, None) for config in configs_of(model) for name in _CONTEXTS]
     context = min((context for context in contexts if isinstance(context, int) and context > 0), default=None)
-    lengths = (usual, 1, 38, 70)
+    lengths = (usual, 1, 5, 70)
     if context is None or sum(lengths) <= context:
         return lengths
     # The control runs the whole row as one sample, with positions up to its end.

@@ -30,6 +30,22 @@ from ..ops.masked_attention import masked_attention
 
 VARLEN = "varlen"
 
+# Types in transformers 5.20 to 5.24 whose layers need a dense mask, which `varlen` never builds, and why.
+_INDEXER = "its indexer reads a dense mask"
+WITHOUT_VARLEN = {
+    "axk2": _INDEXER,
+    "deepseek_v32": _INDEXER,
+    "doge": "its attention makes a mask of its own out of a dense one",
+    "gemma4_unified": "it overlays masks",
+    "glm_moe_dsa": _INDEXER,
+    "hy_v4": _INDEXER,
+    "inkling_text": "its attention has a position bias",
+    "nemotron": "its layers do not hand the boundaries to attention",
+    "qwen4_exp": _INDEXER,
+    "qwen4_exp_text": _INDEXER,
+    "stablelm": "its layers do not hand the boundaries to attention",
+}
+
 # Keywords that change what attention computes and that a segment-wise kernel cannot honour.
 _UNSUPPORTED = ("position_bias", "head_mask", "attention_bias")
 
@@ -46,6 +62,11 @@ def register_attention() -> None:
     if _original_preprocess is None:
         _original_preprocess = getattr(masking_utils, _PREPROCESS)
         setattr(masking_utils, _PREPROCESS, _without_reading(_original_preprocess))
+
+
+def why_not_varlen(config: Any) -> str | None:
+    """Say why the model of a config cannot run `varlen`, or give `None` if nothing is known against it."""
+    return WITHOUT_VARLEN.get(getattr(config, "model_type", ""))
 
 
 def unregister_attention() -> None:

@@ -28,6 +28,7 @@ from torch import nn
 from ..boundaries import BOUNDARY_KEYS, host_lengths
 from ..errors import LeakError, MissingDependencyError, PackingError
 from . import kernel_calls
+from .attention import VARLEN, why_not_varlen
 from .inventory import UNSUPPORTED, HookedFunction, calls_of, find_hooked_functions, parameters
 from .kernel_calls import call_fla_convolution, call_kernel, fits_kernel, fla_convolution, takes_boundaries
 from .relay import install_relays, relayed_boundaries, remove_relays
@@ -147,7 +148,15 @@ def refuse_unsupported(model: nn.Module) -> None:
 
     Raises:
         [`LeakError`]: If it has such layers. All of them are named at once.
+        [`PackingError`]: If it cannot run `varlen`, with which it was loaded.
     """
+    config: Any = getattr(model, "config", None)
+    reason = why_not_varlen(config)
+    if reason is not None and getattr(config, "_attn_implementation", None) == VARLEN:
+        raise PackingError(
+            f"{type(model).__name__} cannot run `{VARLEN}` attention: {reason}. Load it with "
+            '`attn_implementation="sdpa"`, or `"eager"` if it does not take that.'
+        )
     refused = [choice for choice in describe_layers(model) if choice.implementation == "refused"]
     if refused:
         reasons = "; ".join(f"{choice.layer} ({choice.count} in the model): {choice.reason}" for choice in refused)

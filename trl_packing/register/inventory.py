@@ -80,6 +80,7 @@ UNSUPPORTED = {
     "ZayaCCAProjection": "its convolutions run over the row",
     "DeepseekV4HCACompressor": "it compresses tokens by their place in the row",
     "DeepseekV4CSACompressor": "it compresses tokens by their place in the row",
+    "MptAttention": "its bias and its mask run over the row",
     "BltPatcher": "it cuts patches by the row's bytes",
     "LSHSelfAttention": "it sorts the row's tokens into buckets",
     "LocalSelfAttention": "it cuts the row into blocks",
@@ -131,7 +132,7 @@ def find_hooked_functions(model: nn.Module, originals: dict[tuple[str, str], Any
         `list[HookedFunction]`: In the order of the files.
     """
     hooked = []
-    for module in _modeling_files(model):
+    for module in modeling_files(model):
         for attribute, value in list(vars(module).items()):
             value = originals.get((module.__name__, attribute), value)
             wrapper = _wrapper_of(value)
@@ -167,7 +168,8 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(target).parameters)
 
 
-def _modeling_files(model: nn.Module) -> list[ModuleType]:
+def modeling_files(model: nn.Module) -> list[ModuleType]:
+    """Give the modeling file of every class that a layer of the model has or inherits from."""
     names = {
         base.__module__: None
         for layer in model.modules()
