@@ -119,7 +119,7 @@ def varlen_mask(
 
     Returns:
         `torch.Tensor` or `None`: `None` where no token is masked; the segment numbers that positions imply, int64
-            `[B, 1, T]`, where nothing else was passed (the attention then insists on boundaries if there is more than
+            `[B, 1, 1, T]`, where nothing else was passed (the attention then insists on boundaries if there is more than
             one segment); else what `sdpa_mask` builds.
     """
     has_segments = attention_mask is not None and attention_mask.dtype != torch.bool
@@ -128,7 +128,8 @@ def varlen_mask(
     if q_length == kv_length and not is_overlaid:
         if has_segments:
             assert attention_mask is not None
-            return attention_mask[:, None]
+            # Four dimensions like any mask: transformers 5.24 takes slices of them for layers that share keys.
+            return attention_mask[:, None, None]
         if attention_mask is None and allow_is_causal_skip:
             return None
     return sdpa_mask(
@@ -230,8 +231,8 @@ def varlen_attention_forward(
 
 
 def _holds_segments(attention_mask: torch.Tensor) -> bool:
-    """Tell the segment numbers of `varlen_mask` from masks, which have 2 or 4 dimensions."""
-    return attention_mask.ndim == 3 and attention_mask.dtype == torch.int64
+    """Tell the segment numbers of `varlen_mask` from masks, which are bool or additive."""
+    return attention_mask.ndim == 4 and attention_mask.dtype == torch.int64
 
 
 def _packed(
