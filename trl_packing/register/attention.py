@@ -119,8 +119,8 @@ def varlen_mask(
 
     Returns:
         `torch.Tensor` or `None`: `None` where no token is masked; the segment numbers that positions imply, int64
-            `[B, 1, 1, T]`, where nothing else was passed (the attention then insists on boundaries if there is more than
-            one segment); else what `sdpa_mask` builds.
+            `[B, 1, 1, T]`, where nothing else was passed (the attention then insists on boundaries if there is more
+            than one segment); else what `sdpa_mask` builds.
     """
     has_segments = attention_mask is not None and attention_mask.dtype != torch.bool
     # An overlay that lets tokens see later ones is in no other argument.
