@@ -23,13 +23,19 @@ def trainer_with(tmp_path, peft_config=None, **kwargs):
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "attention_mask": [1, 1]}], "`attention_mask`, but sample 0"),
+        (
+            [{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "attention_mask": [1, 1]}],
+            "2 in `attention_mask`",
+        ),
         ([{"input_ids": [5, 6]}, {"input_ids": [5, 6, 7]}], None),
-        ([{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1, 1]}], "`completion_mask`, but sample 0 has 3 tokens"),
+        (
+            [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1, 1]}],
+            "Sample 0 .*but 4 in `completion_mask`",
+        ),
         ([{"input_ids": [5, 6]}, {"input_ids": [5, 6, 99999]}], "Token 99999 of sample 1"),
         ([{"input_ids": [5, -1]}], "Token -1 of sample 0"),
-        ([{"txt": "a"}], "columns txt, and none of `text`"),
-        ([{"prompt": "a"}], "columns prompt, and none of"),
+        ([{"txt": "a"}], "columns txt, but training reads .* or `text`"),
+        ([{"prompt": "a"}], "columns prompt, but training reads"),
         ([], "no samples"),
     ],
 )

@@ -10,9 +10,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 from trl import DatasetMixtureConfig, SFTConfig
 
-from trl_packing import PackingError
+from trl_packing import PackingError, samples
 from trl_packing.recipe.config import RecipeArguments
-from trl_packing.recipe.data import load_data, samples, validate_samples
+from trl_packing.recipe.data import load_data
+from trl_packing.samples import validate_samples
 
 ASSISTANT, COMPLETION = {"assistant_only_loss": True}, {"completion_only_loss": True}
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

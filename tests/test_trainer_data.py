@@ -5,7 +5,7 @@ from datasets import Dataset
 from training import as_dataset, byte_tokenizer, conversations, losses, model_of, packed_trainer, settings
 from trl import SFTConfig, SFTTrainer
 
-from trl_packing import PackingError
+from trl_packing import PackedSFTConfig, PackedSFTTrainer, PackingError, samples
 
 
 def tokens(*lengths, labels=None):
@@ -100,7 +100,7 @@ def test_holes_in_a_mask_are_refused_with_the_sample(tmp_path):
 
 def test_labels_of_another_length_are_refused(tmp_path):
     data = Dataset.from_list([{"input_ids": [5, 6], "labels": [5, 6]}, {"input_ids": [5, 6], "labels": [5]}])
-    with pytest.raises(PackingError, match="sample 1"):
+    with pytest.raises(PackingError, match="Sample 1"):
         packed_trainer(tmp_path, data)
 
 
@@ -188,3 +188,55 @@ def test_room_for_balancing_never_costs_a_row_that_samples_fill_exactly(tmp_path
     exact = packed_trainer(tmp_path, tokens(*[16] * 400, *[64] * 10), packing=True, max_length=64, token_budget=128)
     assert exact._train_plan.headroom == 0.0
     assert exact.plan_report.num_rows == 55
+
+
+TURN = {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([{"messages": [TURN]}, {"messages": [{"role": "gpt", "content": "x"}]}], r"Sample 1 .*unknown role 'gpt'"),
+        ([{"messages": [TURN], "text": "a"}, {"messages": None, "text": "b"}], "Sample 1 .*has no `messages` but"),
+        ([{"messages": []}, {"messages": [TURN]}], "Sample 0 .*empty list"),
+        ([{"text": "a"}, {"text": None}], "Sample 1 .*has no `text`"),
+        ([{"body": "a"}], "`dataset_text_field`"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "2 entries in `input_ids` but 1 in `labels`"),
+    ],
+    ids=["role", "mixed", "empty", "missing", "columns", "lengths"],
+)
+@pytest.mark.parametrize("name", ["training", "evaluation", "evaluation (b)"])
+def test_malformed_samples_are_named_before_the_model_is_loaded(data, message, name, tmp_path):
+    good = Dataset.from_list([{"messages": [TURN]}])
+    bad = Dataset.from_list(data)
+    evaluation = {"training": None, "evaluation": bad, "evaluation (b)": {"a": good, "b": bad}}[name]
+    with pytest.raises(PackingError, match=message) as refusal:
+        PackedSFTTrainer(
+            model="no/model",
+            args=PackedSFTConfig(**settings(tmp_path)),
+            train_dataset=bad if name == "training" else good,
+            eval_dataset=evaluation,
+        )
+    assert f"The {name} set" in str(refusal.value) or f"of the {name} set" in str(refusal.value)
+
+
+def test_a_formatting_function_takes_samples_of_any_kind(tmp_path):
+    trainer = PackedSFTTrainer(
+        model=model_of(),
+        args=PackedSFTConfig(**settings(tmp_path)),
+        train_dataset=Dataset.from_list([{"chat": [{"role": "gpt", "content": "x"}]}] * 3),
+        processing_class=byte_tokenizer(),
+        formatting_func=lambda sample: sample["chat"][0]["content"] * 5,
+    )
+    assert trainer._train_plan.samples.lengths.tolist() == [6, 6, 6]
+
+
+def test_samples_that_the_recipe_has_checked_are_not_checked_twice(tmp_path, monkeypatch):
+    data, args = Dataset.from_list(conversations(4)), PackedSFTConfig(**settings(tmp_path))
+    calls = []
+    monkeypatch.setattr(samples, "_check_all", lambda *args: calls.append(args))
+    assert samples.validate_samples(data, args) is data
+    packed_trainer(tmp_path, data)
+    assert len(calls) == 1
+    packed_trainer(tmp_path, data, assistant_only_loss=True)
+    assert len(calls) == 2

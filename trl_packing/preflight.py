@@ -24,6 +24,7 @@ from .lora import check_lora_targets, safe_lora_targets
 from .lora.quantized import check_quantized_layers
 from .register.attention import VARLEN, why_not_varlen
 from .register.dispatch import refuse_unsupported
+from .samples import validate_samples
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -59,9 +60,9 @@ def refuse_settings(args: PackedSFTConfig, peft_config: Any, data_collator: Any)
     _refuse_prompt_learning(peft_config)
 
 
-def check_data(dataset: Any, args: Any, formatting_func: Any, name: str, tokenizer: Any = None) -> None:
+def check_data(dataset: Any, args: Any, formatting_func: Any, name: str) -> Any:
     """
-    Check that a data set has samples and columns that TRL can prepare, before it is mapped.
+    Check that a data set has samples that TRL can prepare, before a model is loaded.
 
     Args:
         dataset (`Dataset` or `IterableDataset`):
@@ -69,36 +70,46 @@ def check_data(dataset: Any, args: Any, formatting_func: Any, name: str, tokeniz
         args ([`PackedSFTConfig`]):
             The run's settings.
         formatting_func (`Callable`, *optional*):
-            The user's. It makes the text.
+            The user's. It makes the text, of samples of any kind.
         name (`str`):
             Of the data set, for the message.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            Once it is known.
+
+    Returns:
+        `Dataset` or `IterableDataset`: The samples, as [`validate_samples`] gives them.
 
     Raises:
-        [`PackingError`]: Saying what is missing.
+        [`PackingError`]: Saying what is missing, or which sample is malformed.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise PackingError(
             f"The {name} data must be a `datasets.Dataset` or `IterableDataset`, but it is a "
             f"{type(dataset).__name__}. Build one, for example with `Dataset.from_list`."
         )
-    if isinstance(dataset, IterableDataset):
-        if name == "train" and args.max_steps <= 0:
-            raise PackingError("A stream has no known length, so the run needs an end. Set `max_steps`.")
-        return
-    if not len(dataset):
-        raise PackingError(f"The {name} data has no samples.")
-    columns = set(dataset.column_names)
-    known = {args.dataset_text_field, "messages", "conversations", "input_ids"}
-    if formatting_func is None and not columns & known and not {"prompt", "completion"} <= columns:
-        raise PackingError(
-            f"The {name} data has the columns {', '.join(sorted(columns))}, and none of `{args.dataset_text_field}`, "
-            "`messages`, `conversations`, `prompt` with `completion`, or `input_ids`. Rename a column, set "
-            "`dataset_text_field`, or pass a `formatting_func`."
-        )
+    if isinstance(dataset, IterableDataset) and name == "training" and args.max_steps <= 0:
+        raise PackingError("A stream has no known length, so the run needs an end. Set `max_steps`.")
+    if formatting_func is None:
+        return validate_samples(dataset, args, name=name)
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise PackingError(f"The {name} set holds no samples.")
+    return dataset
+
+
+def check_end_token(dataset: Any, args: Any, formatting_func: Any, tokenizer: Any) -> None:
+    """
+    Check that the tokenizer has the token with which every text ends.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`), args ([`PackedSFTConfig`]), formatting_func (`Callable`, *optional*):
+            As for [`check_data`].
+        tokenizer (`PreTrainedTokenizerBase`):
+            The run's.
+
+    Raises:
+        [`PackingError`]: If it is needed and missing.
+    """
+    columns = set(dataset.column_names or ())
     has_text = formatting_func is not None or (args.dataset_text_field in columns and not columns & {"messages"})
-    if tokenizer is not None and has_text and "input_ids" not in columns and tokenizer.eos_token is None:
+    if has_text and "input_ids" not in columns and tokenizer.eos_token is None:
         raise PackingError(
             "Every text ends with an end-of-sequence token, but the tokenizer has none. Set `eos_token`."
         )

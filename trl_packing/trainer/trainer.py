@@ -30,7 +30,7 @@ from ..dataset import FragmentDataset, check_prepared, drop_masked_tokens
 from ..errors import PackingError
 from ..evaluation import FragmentLoss, TokenSums, sample_losses, token_metrics, write_jsonl
 from ..planning import TrainPlan, plan_evaluation, plan_fingerprint
-from ..preflight import check_data, check_model, refuse_parallelism, refuse_settings
+from ..preflight import check_data, check_end_token, check_model, refuse_parallelism, refuse_settings
 from ..proof import AdapterProof, agreed, isolation_line, prove_isolation
 from ..register import register_ops
 from ..report import simulated_steps
@@ -94,8 +94,15 @@ class PackedSFTTrainer(TokenLossTrainer):
         formatting_func: Any = None,
     ) -> None:
         args = packed_config(args, model)
-        check_data(train_dataset, args, formatting_func, "train")
         refuse_settings(args, peft_config, data_collator)
+        train_dataset = check_data(train_dataset, args, formatting_func, "training")
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {
+                name: check_data(dataset, args, formatting_func, f"evaluation ({name})")
+                for name, dataset in eval_dataset.items()
+            }
+        elif eval_dataset is not None:
+            eval_dataset = check_data(eval_dataset, args, formatting_func, "evaluation")
         has_images = bool(IMAGE_COLUMNS & set(get_dataset_column_names(train_dataset) or ()))
         if isinstance(model, str):
             model, processing_class = load_model(model, args, processing_class, quantization_config)
@@ -167,7 +174,7 @@ class PackedSFTTrainer(TokenLossTrainer):
         dataset_name: str,
     ) -> Any:
         is_train, self._is_preparing_train = self._is_preparing_train, False
-        check_data(dataset, args, formatting_func, dataset_name, self._tokenizer)
+        check_end_token(dataset, args, formatting_func, self._tokenizer)
         if is_train:
             given = {"labels", "assistant_masks"} & set(get_dataset_column_names(dataset))
             self._may_mask_labels = bool(given or args.assistant_only_loss or self.completion_only_loss)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import PackingError
+from ...samples import validate_samples
 from .files import check_files, explain, is_saved_dataset, loader_for, looks_local
-from .samples import validate_samples
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...errors import PackingError
+from .errors import PackingError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -54,6 +55,10 @@ class _Rules:
         return self.columns[0] == "input_ids"
 
 
+# What was found right, by which rules: a recipe asks while it reads its files, and the trainer asks for everyone.
+_right: weakref.WeakKeyDictionary[Any, _Rules] = weakref.WeakKeyDictionary()
+
+
 def validate_samples(
     dataset: Dataset | IterableDataset, training_args: SFTConfig, *, name: str = "training"
 ) -> Dataset | IterableDataset:
@@ -89,6 +94,8 @@ def validate_samples(
         dataset = dataset.remove_columns("prompt")
         columns = [column for column in columns if column != "prompt"]
     rules = _rules_for(columns, training_args, name)
+    if _right.get(dataset) == rules:
+        return dataset
     if mapped and dataset.format["type"] != "custom":
         _check_all(dataset, rules, name)
     else:
@@ -98,6 +105,8 @@ def validate_samples(
         from trl import maybe_convert_to_chatml
 
         dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
+        rules = _rules_for(_column_names(dataset), training_args, name)
+    _right[dataset] = rules
     return dataset
 
 
