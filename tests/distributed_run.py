@@ -22,6 +22,7 @@ def main(out: str, options: dict) -> None:
     empty_shard = options.pop("empty_shard", False)
     resume = options.pop("resume", None)
     kill_in_save = options.pop("kill_in_save", 0)
+    kill_in_step = options.pop("kill_in_step", 0)
     eval_streaming = options.pop("eval_streaming", False)
     data = as_dataset(conversations(number))
     if streaming:
@@ -56,6 +57,8 @@ def main(out: str, options: dict) -> None:
     compute_loss = trainer.compute_loss
 
     def recording(model, inputs, *args, **kwargs):
+        if kill_in_step == trainer.state.global_step + 1 and trainer.accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         if trainer.model.training:
             seen.append(list(inputs["row_info"].fragments))
         return compute_loss(model, inputs, *args, **kwargs)

@@ -84,23 +84,48 @@ def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(tmp_path
     assert len(before) > 0
     assert sorted(before + samples_of([resumed])) == [*range(30)]
     assert resumed["losses"] == pytest.approx(whole[0]["losses"], rel=1e-5)
-    with pytest.raises(AssertionError, match="gradient_accumulation_steps"):
-        train_on(1, tmp_path / "refused", resume=checkpoint, gradient_accumulation_steps=1, **run)
 
 
-def test_a_run_killed_while_saving_goes_on_from_its_last_whole_checkpoint(tmp_path):
-    """SIGKILL after the weights of step 3 and before its trainer state: step 2 is the last whole checkpoint."""
-    run = {**PACKED, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
-    run |= {"save_strategy": "steps", "save_steps": 1}
-    (whole,) = train_on(1, tmp_path / "whole", **run)
-    with pytest.raises(AssertionError, match="ended with -9"):
-        train_on(1, tmp_path / "killed", kill_in_save=3, **run)
-    assert (tmp_path / "killed" / "checkpoint-3" / "model.safetensors").is_file()
-    (resumed,) = train_on(1, tmp_path / "killed", resume=True, **run)
-    assert resumed["losses"] == whole["losses"]
-    assert resumed["weights"] == whole["weights"]
-    assert resumed["seen"] == whole["seen"][-len(resumed["seen"]) :]
-    assert len(resumed["seen"]) == len(whole["seen"]) - 4
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_step_of_another_size_trains_the_samples_that_are_left(before, after, tmp_path):
+    """In epoch 1 and with as much accumulation, so that a step on fewer ranks holds fewer rows."""
+    run = {**PACKED, "num_train_epochs": 3, "token_budget": 150, "max_length": 150, "gradient_accumulation_steps": 2}
+    whole = train_on(before, tmp_path / "whole", save_strategy="steps", save_steps=1, **run)
+    steps = whole[0]["steps"] // 3
+    checkpoint = str(tmp_path / "whole" / f"checkpoint-{steps + 1}")
+    resumed = train_on(after, tmp_path / "resumed", resume=checkpoint, **run)
+    done = [number for rank in whole for row in rank["seen"][: len(rank["seen"]) // 3 + 2] for number in row]
+    assert sorted([n for n in done if n >= 0] + samples_of(resumed)) == sorted([*range(30)] * 3)
+    assert len({len(rank["seen"]) for rank in resumed}) == 1
+    assert len({rank["weights"] for rank in resumed}) == 1
+    assert resumed[0]["epoch"] == 3.0
+    assert resumed[0]["num_tokens"][-1] == whole[0]["num_tokens"][-1]
+
+
+KILLED = {**PACKED, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return train_on(2, tmp_path_factory.mktemp("uninterrupted"), **KILLED)
+
+
+@pytest.mark.parametrize("where", ["in_save", "in_step"])
+def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(where, uninterrupted, tmp_path):
+    """SIGKILL in epoch 1: to both ranks before the trainer state is saved, or to one while the other waits for it."""
+    step = uninterrupted[0]["steps"] // 2 + 2
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        train_on(2, tmp_path, **{f"kill_{where}": step}, **KILLED)
+    weights = tmp_path / f"checkpoint-{step}" / "model.safetensors"
+    assert weights.is_file() == (where == "in_save")
+    resumed = train_on(2, tmp_path, resume=True, **KILLED)
+    for rank, whole in zip(resumed, uninterrupted, strict=True):
+        assert rank["losses"] == whole["losses"]
+        assert rank["weights"] == whole["weights"]
+        assert rank["seen"] == whole["seen"][-len(rank["seen"]) :]
+    steps_per_epoch = uninterrupted[0]["steps"] // 2
+    micro_steps = len(uninterrupted[0]["seen"]) // 2
+    assert len(resumed[0]["seen"]) == micro_steps - 2 * (step - 1 - steps_per_epoch)
 
 
 def test_evaluating_before_training_keeps_ranks_together(tmp_path):

@@ -303,23 +303,47 @@ def test_skipping_batches_goes_on_with_the_same_rows(epoch):
     assert [list(micro_step) for micro_step in zip(*rest, strict=True)] == whole[5:]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 4)])
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("steps", [0, 1, 5])
-def test_another_number_of_ranks_trains_what_is_left(before, after, window, steps):
-    settings = {"gradient_accumulation_steps": 2, "window": window, "epochs": 2}
-    old, new = samplers(mixed_lengths(600), before, **settings), samplers(mixed_lengths(600), after, **settings)
-    done = old[0].fragments_trained(1, 2 * steps)
-    assert sorted(done.tolist()) == fragments_of(trained(old, 1)[: 2 * steps])
-    for sampler in new:
-        assert sampler.plan(1).num_planned_tokens == mixed_lengths(600).sum()
-        sampler.skip(1, done)
-        sampler.set_epoch(1)
-    rest = [list(sampler) for sampler in new]
-    assert {len(rows) for rows in rest} == {new[0].num_micro_steps(1)}
-    assert sorted(done.tolist() + fragments_of([rows] for of_rank in rest for rows in of_rank)) == list(range(600))
-    # The epochs after it are whole again.
-    assert fragments_of(trained(new, 0)) == list(range(600))
+@pytest.mark.parametrize(("before", "after"), [((1, 2), (2, 2)), ((2, 2), (1, 3)), ((2, 1), (3, 4)), ((4, 3), (3, 1))])
+@pytest.mark.parametrize(("balance", "window"), [("cost", 1), ("none", 1), ("cost", 2)])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_another_number_of_ranks_or_accumulation_trains_what_is_left(before, after, balance, window, epoch):
+    def sampler(ranks, accumulation):
+        settings = {"gradient_accumulation_steps": accumulation, "balance": balance, "epochs": 2}
+        return samplers(mixed_lengths(600), ranks, window=window if accumulation > 1 else 1, **settings)
+
+    num_steps = -(-len(sampler(*before)[0]) // before[1])
+    for steps in {0, 1, 2, 3, num_steps - 1, num_steps} if window == 1 else {0, 2}:
+        old, new, third = sampler(*before), sampler(*after), sampler(*before)
+        # What the first run trained, up to the end of a step.
+        seen = fragments_of(trained(old, epoch)[: before[1] * steps])
+        done = old[0].num_fragments_trained(epoch, before[1] * steps)
+        assert done == len(seen)
+        for rank in new:
+            rank.skip(epoch, done)
+        rest = trained(new, epoch)
+        assert sorted(seen + fragments_of(rest)) == list(range(600))
+        assert all(any(micro_step) for micro_step in rest[new[0].num_fillers(epoch) :])
+        # The other epoch is whole, and what is left can be interrupted again.
+        assert fragments_of(trained(new, 1 - epoch)) == list(range(600))
+        if window == 1:
+            stop = min(-(-(new[0].num_fillers(epoch) + 1) // after[1]) * after[1], len(new[0]))
+            again = new[0].num_fragments_trained(epoch, stop)
+            seen += fragments_of(rest[:stop])
+            assert again == len(seen)
+            for rank in third:
+                rank.skip(epoch, again)
+            assert sorted(seen + fragments_of(trained(third, epoch))) == list(range(600))
+
+
+def test_skipping_an_epoch_does_not_move_the_ends_of_its_steps():
+    (sampler,) = samplers(mixed_lengths(600), 1, gradient_accumulation_steps=4)
+    length = len(sampler)
+    for num_fragments in range(0, 600, 37):
+        sampler.skip(0, num_fragments)
+        assert len(sampler) == len(list(sampler)) == length
+        steps = [len(step) for step in sampler.steps(0)]
+        assert steps[1:-1] == [4] * (len(steps) - 2)
+        assert len(steps) < 2 or steps[-1] == (length % 4 or 4)
 
 
 def test_equal_fingerprints_mean_equal_rows_and_a_difference_is_named():

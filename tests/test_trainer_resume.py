@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from itertools import chain
 
 import pytest
 import torch
 from training import conversations, losses, packed_trainer
+from transformers import TrainerCallback
 
 from trl_packing import PackingError
 from trl_packing.resume import last_whole_checkpoint
+from trl_packing.trainer.resuming import _move_schedule
 
 RUN = {
     "packing": True,
@@ -33,6 +36,8 @@ def entries(trainer, key):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     trainer = trainer_in(folder)
+    trainer.seen = Seen()
+    trainer.seen.watch(trainer)
     trainer.train()
     return folder, trainer
 
@@ -76,7 +81,6 @@ def test_num_tokens_counts_real_tokens_of_all_epochs(whole):
         ({"packing_order": "best_fit"}, "packing_order"),
         ({"max_length": 200}, "max_length"),
         ({"overlong": "drop"}, "overlong"),
-        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps"),
         ({"packing": False}, "packing"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -85,6 +89,115 @@ def test_another_plan_is_refused_with_what_differs(change, named, whole, tmp_pat
     folder, _ = whole
     with pytest.raises(PackingError, match=f"`[^`]*{named}[^`]*` was"):
         trainer_in(tmp_path, **change).train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+
+
+def flat(steps):
+    return list(chain.from_iterable(steps))
+
+
+class Seen(TrainerCallback):
+    """Fragments and learning rate of every optimiser step."""
+
+    def __init__(self):
+        self.steps, self.rates, self.epochs = [], [], []
+
+    def watch(self, trainer):
+        compute_loss = trainer.compute_loss
+
+        def watching(model, inputs, *args, **kwargs):
+            self.steps[-1] += [number for number in inputs["row_info"].fragments if number >= 0]
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = watching
+        trainer.add_callback(self)
+        return trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.steps.append([])
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.epochs.append(state.epoch)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("where", ["middle_of_epoch_0", "end_of_epoch_0", "middle_of_epoch_1", "last_step"])
+def test_another_accumulation_trains_the_samples_that_are_left(accumulation, where, whole, tmp_path):
+    folder, reference = whole
+    steps = len(losses(reference)) // 3
+    step = {
+        "middle_of_epoch_0": 1,
+        "end_of_epoch_0": steps,
+        "middle_of_epoch_1": steps + 1,
+        "last_step": 3 * steps - 1,
+    }[where]
+    # What the first run trained of its last epoch.
+    before, seen = reference.seen.steps[step // steps * steps : step], Seen()
+    resumed = seen.watch(trainer_in(tmp_path, gradient_accumulation_steps=accumulation))
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    # Every step trains something, every epoch trains every sample once, and the run ends where it should.
+    assert all(seen.steps)
+    trained = sorted(flat(before + seen.steps))
+    assert trained == sorted([*range(30)] * (3 - step // steps))
+    ends = [number for number, epoch in enumerate(seen.epochs) if epoch % 1 == 0]
+    assert len(ends) == 3 - step // steps
+    assert sorted(flat(before + seen.steps[: ends[0] + 1])) == [*range(30)]
+    assert resumed.state.epoch == 3.0
+    assert resumed.state.global_step == resumed.state.max_steps == step + len(seen.steps)
+    assert entries(resumed, "num_tokens")[-1] == entries(reference, "num_tokens")[-1]
+    # The linear schedule goes on about where it was, and ends at zero.
+    assert seen.rates == sorted(seen.rates, reverse=True)
+    assert seen.rates[0] == pytest.approx(1e-3 * (1 - step / (3 * steps)), abs=1e-3 * accumulation / (3 * steps))
+    assert set(resumed.lr_scheduler.get_last_lr()) == {0.0}
+
+
+def test_a_run_of_another_accumulation_can_be_resumed_itself(whole, tmp_path):
+    folder, reference = whole
+    middle = len(losses(reference)) // 3 + 1
+    again = trainer_in(tmp_path / "again", gradient_accumulation_steps=3)
+    again.train(resume_from_checkpoint=str(folder / f"checkpoint-{middle}"))
+    assert not (tmp_path / "again" / f"checkpoint-{middle}").exists()
+    for step in range(middle + 1, again.state.global_step):
+        resumed = trainer_in(tmp_path / f"from-{step}", gradient_accumulation_steps=3, save_strategy="no")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "again" / f"checkpoint-{step}"))
+        assert losses(resumed) == losses(again)
+        assert entries(resumed, "learning_rate") == entries(again, "learning_rate")
+    seen = Seen()
+    back = seen.watch(trainer_in(tmp_path / "back"))
+    back.train(resume_from_checkpoint=str(tmp_path / "again" / f"checkpoint-{middle + 1}"))
+    assert back.state.epoch == 3.0
+    assert set(flat(seen.steps[-(len(losses(reference)) // 3) :])) == set(range(30))
+
+
+def test_more_epochs_may_be_asked_for(whole, tmp_path):
+    folder, reference = whole
+    seen = Seen()
+    resumed = seen.watch(trainer_in(tmp_path, num_train_epochs=5))
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{len(losses(reference)) // 3}"))
+    assert sorted(flat(seen.steps)) == sorted([*range(30)] * 4)
+
+
+def test_steps_of_another_size_cannot_add_up_to_max_steps(whole, tmp_path):
+    folder, _ = whole
+    trainer = trainer_in(tmp_path, max_steps=9, gradient_accumulation_steps=1)
+    with pytest.raises(PackingError, match="`max_steps` counts optimiser steps"):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+
+
+def test_a_schedule_that_cannot_move_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(PackingError, match="schedule of a OneCycleLR cannot be moved"):
+        _move_schedule(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10), 3)
+
+
+def test_a_part_of_an_epoch_ends_where_it_should(whole, tmp_path):
+    folder, _ = whole
+    seen = Seen()
+    resumed = seen.watch(trainer_in(tmp_path, num_train_epochs=1.5, gradient_accumulation_steps=1))
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    assert resumed.state.epoch == pytest.approx(1.5, abs=1 / len(resumed._sampler))
 
 
 def test_another_data_set_is_refused(whole, tmp_path):

@@ -170,8 +170,7 @@ def plan_fingerprint(args: PackedSFTConfig, samples: SampleTable | None) -> dict
     Returns:
         `dict[str, Any]`: JSON values.
     """
-    samples_per_row = 1 if args.packing else args.per_device_train_batch_size
-    fingerprint = {
+    fingerprint: dict[str, Any] = {
         "packing": args.packing,
         "token_budget": args.resolved_token_budget if args.packing else None,
         "pad_to_multiple_of": args.pad_to_multiple_of if args.packing else None,
@@ -182,11 +181,13 @@ def plan_fingerprint(args: PackedSFTConfig, samples: SampleTable | None) -> dict
         "packing_order": args.packing_order,
         "balance": args.balance,
         "seed": args.seed if args.data_seed is None else args.data_seed,
-        "ranks x gradient_accumulation_steps x samples per row": args.world_size
-        * args.gradient_accumulation_steps
-        * samples_per_row,
     }
-    if samples is not None:
+    if samples is None:
+        # A stream's place is known in optimiser steps only.
+        rows_per_step = args.world_size * args.gradient_accumulation_steps
+        samples_per_row = 1 if args.packing else args.per_device_train_batch_size
+        fingerprint["ranks x gradient_accumulation_steps x samples per row"] = rows_per_step * samples_per_row
+    else:
         digest = hashlib.sha256(samples.lengths.tobytes() + samples.untrainable.tobytes())
         fingerprint |= {
             "number of samples": int(samples.lengths.size),

@@ -1,8 +1,9 @@
-"""What a checkpoint records of the plan, and the refusal to resume with another one."""
+"""What a checkpoint records of the plan and of its place in it, and the refusal to resume with another plan."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,39 @@ from .errors import PackingError
 STATE_NAME = "packing_state.json"
 
 
-def write_resume_state(checkpoint: str | Path, fingerprint: dict[str, Any], num_tokens: int) -> None:
+@dataclass(frozen=True)
+class ResumeState:
     """
-    Record in a checkpoint what its plan was made from and how many tokens it has trained.
+    What a checkpoint records.
 
     Args:
-        checkpoint (`str` or `Path`):
-            Folder of the checkpoint.
         fingerprint (`dict[str, Any]`):
             Of the plan, JSON values.
         num_tokens (`int`):
             Real tokens trained so far, on all ranks.
+        num_ranks (`int`):
+            Processes that trained.
+        gradient_accumulation_steps (`int`):
+            Micro-steps of an optimiser step.
+        epoch (`int`, *optional*):
+            Epoch that the run is in. `None` for a stream.
+        num_fragments (`int`, *optional*):
+            Fragments of that epoch trained so far, in the order of the plan.
     """
-    state = {"fingerprint": fingerprint, "num_tokens": num_tokens}
-    Path(checkpoint, STATE_NAME).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+    fingerprint: dict[str, Any]
+    num_tokens: int
+    num_ranks: int
+    gradient_accumulation_steps: int
+    epoch: int | None = None
+    num_fragments: int | None = None
+
+    def write(self, checkpoint: str | Path) -> None:
+        """Write it into a checkpoint's folder."""
+        Path(checkpoint, STATE_NAME).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def check_resume(checkpoint: str | Path, fingerprint: dict[str, Any]) -> int:
+def check_resume(checkpoint: str | Path, fingerprint: dict[str, Any]) -> ResumeState:
     """
     Compare a checkpoint's plan with this run's.
 
@@ -38,7 +55,7 @@ def check_resume(checkpoint: str | Path, fingerprint: dict[str, Any]) -> int:
             Of this run's plan.
 
     Returns:
-        `int`: Real tokens trained up to the checkpoint, on all ranks.
+        [`ResumeState`]: Of the checkpoint.
 
     Raises:
         [`PackingError`]: If the checkpoint has no plan or its plan differs, naming what differs.
@@ -49,18 +66,18 @@ def check_resume(checkpoint: str | Path, fingerprint: dict[str, Any]) -> int:
             f"The checkpoint {Path(checkpoint).name} was not written by `PackedSFTTrainer`: it has no {STATE_NAME}, "
             "so its place in the data is unknown. Start a new run from its weights instead."
         )
-    state = json.loads(path.read_text(encoding="utf-8"))
+    state = ResumeState(**json.loads(path.read_text(encoding="utf-8")))
     differences = [
-        f"`{name}` was {state['fingerprint'].get(name)!r} and is {value!r}"
+        f"`{name}` was {state.fingerprint.get(name)!r} and is {value!r}"
         for name, value in fingerprint.items()
-        if state["fingerprint"].get(name) != value
+        if state.fingerprint.get(name) != value
     ]
     if differences:
         raise PackingError(
             f"The checkpoint {Path(checkpoint).name} belongs to another pack plan: {'; '.join(differences)}. Resume "
             "with the same data and settings, or start a new run from its weights."
         )
-    return int(state["num_tokens"])
+    return state
 
 
 def last_whole_checkpoint(output_dir: str | Path) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -128,7 +129,7 @@ class RankedBatchSampler:
         self.epoch = 0
         self._num_rows: int | None = None
         self._last_plan: tuple[int, PackPlan] | None = None
-        self._trained: dict[int, IntArray] = {}
+        self._skipped = 0, 0
 
     # ---- what the loader uses
 
@@ -146,6 +147,8 @@ class RankedBatchSampler:
         self.epoch = epoch
 
     def _batches(self, epoch: int) -> Iterator[list[int]]:
+        # What `skip` leaves out is missing at the start: a loader has skipped about as many micro-steps by then.
+        yield from ([] for _ in range(self.num_fillers(epoch)))
         for step in self.steps(epoch):
             for rows in step:
                 yield rows[self.rank].tolist()
@@ -172,12 +175,24 @@ class RankedBatchSampler:
         """
         if self._last_plan is None or self._last_plan[0] != epoch:
             plan = split_bins(self.plan_for_epoch(epoch), self.num_rows)
-            self._last_plan = epoch, plan.without(self._trained[epoch]) if epoch in self._trained else plan
+            if self._skipped[0] == epoch and self._skipped[1]:
+                assert isinstance(plan.bins, Bins)
+                plan = plan.without(plan.bins.flat[: self._skipped[1]])
+            self._last_plan = epoch, plan
         return self._last_plan[1]
 
-    def num_micro_steps(self, epoch: int) -> int:
-        """Micro-steps of an epoch: `len` of the sampler, or fewer where `skip` left something out."""
-        return -(-self.plan(epoch).num_bins // self.num_ranks)
+    def num_fillers(self, epoch: int) -> int:
+        """
+        Count the micro-steps without rows that come first, in place of what `skip` left out.
+
+        Args:
+            epoch (`int`):
+                Epoch number.
+
+        Returns:
+            `int`: 0 in an epoch that is trained from its start.
+        """
+        return len(self) - -(-self.plan(epoch).num_bins // self.num_ranks)
 
     def trained_plan(self, epoch: int) -> PackPlan:
         """
@@ -221,12 +236,13 @@ class RankedBatchSampler:
         Returns:
             `Iterator[list[list[np.ndarray]]]`: For each step, by micro-step and then by rank, the int64 fragment
                 numbers of the row. Only rows of the last micro-step can be empty, or rows of samples too few for the
-                ranks.
+                ranks. After `skip` the first step may have fewer micro-steps, so that the others end where they do in
+                a whole epoch.
         """
         plan, num_ranks = self.plan(epoch), self.num_ranks
         if self.balance == "none" or num_ranks == 1:
-            for start in range(0, plan.num_bins, self._rows_per_step):
-                rows = list(plan.bins[start : start + self._rows_per_step])
+            for start, stop in self._step_bounds(epoch):
+                rows = list(plan.bins[start:stop])
                 yield [_padded(rows[first : first + num_ranks], num_ranks) for first in range(0, len(rows), num_ranks)]
             return
         costs = self._segment_costs(plan)
@@ -244,6 +260,12 @@ class RankedBatchSampler:
     def _rows_per_step(self) -> int:
         return self.num_ranks * self.gradient_accumulation_steps
 
+    def _step_bounds(self, epoch: int) -> list[tuple[int, int]]:
+        """First bin of each optimiser step, and the one after its last."""
+        first = self._rows_per_step - self.num_fillers(epoch) % self.gradient_accumulation_steps * self.num_ranks
+        num_bins = self.plan(epoch).num_bins
+        return list(pairwise([0, *range(first, num_bins, self._rows_per_step), num_bins])) if num_bins else []
+
     def _segment_costs(self, plan: PackPlan) -> FloatArray:
         if isinstance(self.row_cost, RowCost):
             return self.row_cost.per_segment(plan.lengths)
@@ -252,15 +274,18 @@ class RankedBatchSampler:
 
     def _dealt(self, bin_costs: FloatArray, epoch: int) -> Iterator[IntArray]:
         """Bins of each optimiser step in the order of its micro-steps: those of like cost together, heaviest first."""
-        num_bins, per_step = bin_costs.size, self._rows_per_step
-        start = 0
-        if self.window > 1:
-            rng = epoch_generator(self.seed, epoch)
-            for start in range(0, num_bins - self.window * per_step + 1, self.window * per_step):
-                yield from self._exchanged(start, bin_costs[start : start + self.window * per_step], rng)
-            start = num_bins // (self.window * per_step) * self.window * per_step
-        for first in range(start, num_bins, per_step):
-            yield first + np.argsort(-bin_costs[first : first + per_step], kind="stable")
+        steps = self._step_bounds(epoch)
+        rng = epoch_generator(self.seed, epoch)
+        number = 0
+        while number < len(steps):
+            start, stop = steps[number]
+            end = steps[min(number + self.window, len(steps)) - 1][1]
+            if self.window > 1 and end - start == self.window * self._rows_per_step:
+                yield from self._exchanged(start, bin_costs[start:end], rng)
+                number += self.window
+            else:
+                yield start + np.argsort(-bin_costs[start:stop], kind="stable")
+                number += 1
 
     def _exchanged(self, start: int, costs: FloatArray, rng: np.random.Generator) -> list[IntArray]:
         """
@@ -308,39 +333,41 @@ class RankedBatchSampler:
         ]
         return _idle_share(before), _idle_share(np.array(after))
 
-    def fragments_trained(self, epoch: int, num_micro_steps: int) -> IntArray:
+    def num_fragments_trained(self, epoch: int, num_micro_steps: int) -> int:
         """
-        List what all ranks together have trained after a number of micro-steps.
+        Count what all ranks together have trained of an epoch, for `skip`.
 
         Args:
             epoch (`int`):
                 Epoch number.
             num_micro_steps (`int`):
-                Micro-steps that are done.
+                Micro-steps that are done, up to the end of an optimiser step, or of a window where steps exchange
+                rows.
 
         Returns:
-            `np.ndarray`: Fragment numbers, int64.
+            `int`: Fragments, those included that `skip` left out.
         """
-        rows: list[IntArray] = [np.empty(0, dtype=np.int64)]
-        micro_steps = (micro_step for step in self.steps(epoch) for micro_step in step)
-        for _, micro_step in zip(range(num_micro_steps), micro_steps, strict=False):
-            rows += micro_step
-        return np.concatenate(rows)
+        plan = self.plan(epoch)
+        assert isinstance(plan.bins, Bins)
+        num_rows = max(num_micro_steps - self.num_fillers(epoch), 0) * self.num_ranks
+        skipped = self._skipped[1] if self._skipped[0] == epoch else 0
+        return skipped + int(plan.bins.offsets[min(num_rows, plan.num_bins)])
 
-    def skip(self, epoch: int, fragments: IntArray) -> None:
+    def skip(self, epoch: int, num_fragments: int) -> None:
         """
-        Leave out of an epoch what was trained before, to go on with another number of ranks.
+        Leave out the start of an epoch, to go on with another number of ranks or another accumulation.
 
-        At the same number of ranks a loader skips batches instead. At another one, a sampler with the old arguments
-        says by `fragments_trained` what is done.
+        Steps train the fragments in the order of the plan, whatever the number of ranks, so a count says which. At the
+        same numbers a loader skips batches instead. The micro-steps that are too many come first, without rows, so
+        that the length stays the same.
 
         Args:
             epoch (`int`):
-                Epoch number.
-            fragments (`np.ndarray`):
-                Fragment numbers.
+                Epoch number. Others are whole.
+            num_fragments (`int`):
+                As `num_fragments_trained` of a sampler with the old arguments says.
         """
-        self._trained[epoch] = fragments
+        self._skipped = epoch, num_fragments
         self._last_plan = None
 
     def fingerprint(self) -> dict[str, Any]:

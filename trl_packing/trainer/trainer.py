@@ -13,11 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, seed_worker
@@ -29,12 +27,11 @@ from ..cost import RowCost
 from ..dataset import FragmentDataset, check_prepared, drop_masked_tokens
 from ..errors import PackingError
 from ..evaluation import FragmentLoss, TokenSums, sample_losses, token_metrics, write_jsonl
-from ..planning import TrainPlan, plan_evaluation, plan_fingerprint
+from ..planning import TrainPlan, plan_evaluation
 from ..preflight import check_data, check_end_token, check_model, refuse_parallelism, refuse_settings
 from ..proof import AdapterProof, agreed, isolation_line, prove_isolation
 from ..register import register_ops
 from ..report import simulated_steps
-from ..resume import check_resume, last_whole_checkpoint, write_resume_state
 from ..sampler import RankedBatchSampler
 from ..streaming import RowStream
 from ..vision import (
@@ -50,10 +47,10 @@ from ..vision import (
     samples_to_prove,
 )
 from .load import load_model, packed_collator, packed_config
-from .loss import TokenLossTrainer
+from .resuming import ResumingTrainer
 
 
-class PackedSFTTrainer(TokenLossTrainer):
+class PackedSFTTrainer(ResumingTrainer):
     """
     Train on packed rows, without padding and without leaks. The signature is that of [`~trl.SFTTrainer`].
 
@@ -326,25 +323,6 @@ class PackedSFTTrainer(TokenLossTrainer):
 
     # ---- training
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does. `resume_from_checkpoint=True` takes the last checkpoint that was written whole."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
-        self._logged_at = time.perf_counter()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        result: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
-        self._total_train_tokens = 0
-        if checkpoint is not None:
-            self._total_train_tokens = check_resume(checkpoint, self._fingerprint())
-        return result
-
-    def _fingerprint(self) -> dict[str, Any]:
-        samples = None if self._train_plan is None else self._train_plan.samples
-        return plan_fingerprint(self.args, samples)
-
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # `evaluate` before `train` marks the bare model as prepared, and DDP would never wrap it.
         if self.model_wrapped is self.model and getattr(self.model, "_is_accelerate_prepared", False):
@@ -380,15 +358,6 @@ class PackedSFTTrainer(TokenLossTrainer):
                 num_steps = simulated_steps(num_ranks * self.args.gradient_accumulation_steps)
                 self._rank_idle = self._sampler.idle(kwargs["epoch"], num_steps)[1]
         super()._run_epoch(*args, **kwargs)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        pending = torch.as_tensor(self._sums["train"].sums["tokens"], device=self.accelerator.device)
-        num_tokens = self._total_train_tokens + int(self.accelerator.reduce(pending, reduction="sum"))
-        if self.args.should_save:
-            checkpoint = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-            checkpoint.mkdir(parents=True, exist_ok=True)
-            write_resume_state(checkpoint, self._fingerprint(), num_tokens)
-        super()._save_checkpoint(model, trial)
 
     # ---- evaluation
 
