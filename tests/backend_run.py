@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from training import as_dataset, conversations, losses, settings
 from transformers import BitsAndBytesConfig
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import LeakError, PackedSFTConfig, PackedSFTTrainer
+from trl_packing.proof import isolation_line
 from trl_packing.quickstart.tiny import byte_tokenizer
 
 ZERO = {
@@ -87,8 +88,20 @@ def optimizer_share(trainer: Any) -> float:
     return float(sum(partition.numel() for partition in partitions) / trained)
 
 
+def plant_leak(model: torch.nn.Module) -> None:
+    """Let one attention layer read the whole row."""
+    layer = next(module for name, module in model.named_modules() if name.endswith("layers.1.self_attn"))
+    layer.register_forward_hook(lambda module, args, output: (output[0].cumsum(1), *output[1:]))
+
+
+def write(out: str, trainer: Any, result: dict[str, Any]) -> None:
+    result = {"world_size": trainer.accelerator.num_processes, **result}
+    Path(out, f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+
+
 def main(out: str, options: dict[str, Any]) -> None:
     backend, resume = options.pop("backend"), options.pop("resume", None)
+    leaking_rank = options.pop("leaking_rank", None)
     checkpoint, dtype = options.pop("checkpoint", "model"), options.pop("dtype", "float32")
     quantization = options.pop("quantization", None)
     if backend == "fsdp2":
@@ -104,17 +117,23 @@ def main(out: str, options: dict[str, Any]) -> None:
         quantization_config=None if quantization is None else BitsAndBytesConfig(**quantization),
     )
     fix_adapters(trainer.model)
-    trainer.train(resume_from_checkpoint=resume)
+    if trainer.accelerator.process_index == leaking_rank:
+        plant_leak(trainer.model)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except LeakError as error:
+        write(out, trainer, {"leak": str(error)})
+        return
     result = {
-        "world_size": trainer.accelerator.num_processes,
         "wrapped": type(trainer.model_wrapped).__name__,
         "losses": losses(trainer),
         "grad_norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
         "isolated": trainer.isolation_report.ok,
+        "proof": isolation_line(trainer.isolation_report),
         "sharded": sharded_share(trainer),
         "optimizer": optimizer_share(trainer) if backend.startswith("zero") else None,
     }
-    Path(out, f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+    write(out, trainer, result)
     trainer.accelerator.end_training()
 
 

@@ -87,6 +87,36 @@ def test_losses_are_those_of_one_process_and_parameters_are_divided(
 
 
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend in ("fsdp2", "zero3")])
+def test_a_leak_on_one_rank_stops_all_where_each_holds_a_part_of_the_weights(backend: str, checkpoint: Path) -> None:
+    innocent, leaking = train_by(backend, checkpoint / f"{backend}-leaking", leaking_rank=1)
+    assert "layers.1.self_attn" in leaking["leak"]
+    assert "failed on another rank" in innocent["leak"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "note"),
+    [
+        ("fsdp2", {"torch_compile": True, "torch_compile_backend": "eager"}, "without torch.compile"),
+        (
+            "zero3",
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "with gradient checkpointing off, because it is reentrant",
+        ),
+    ],
+    ids=["fsdp2-compile", "zero3-reentrant"],
+)
+def test_the_log_says_where_a_probe_ran_differently(
+    backend: str, options: dict[str, Any], note: str, checkpoint: Path
+) -> None:
+    if backend not in BACKENDS:
+        pytest.skip("DeepSpeed is not installed")
+    for rank in train_by(backend, checkpoint / f"{backend}-noted", **options | {"max_steps": 1}):
+        assert rank["isolated"]
+        assert "gradient 0" in rank["proof"]
+        assert f"The gradient probe ran {note}." in rank["proof"]
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend in ("fsdp2", "zero3")])
 def test_resuming_goes_on_with_the_same_losses(backend: str, checkpoint: Path) -> None:
     folder = checkpoint / f"{backend}-resumed"
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": False}

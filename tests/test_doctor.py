@@ -180,7 +180,7 @@ def test_a_check_that_fails_is_no_success(bamba: Path, capsys: Any, monkeypatch:
     ("words", "parts"),
     [
         (["--model", "some/model"], ["some/model", "offline"]),
-        (["--model", "./nothing"], ["./nothing", "does not exist"]),
+        (["--model", "./nothing"], ["`--model` is ./nothing", "does not exist"]),
         (["--config", "nothing"], ["'nothing'", "Known configs"]),
         (["--config", "quickstart_tiny", "--lora_rr", "3"], ["`--lora_rr`"]),
         (["--config", "quickstart_tiny", "--lora_config", '{"rr": 1}'], ["`rr`"]),
@@ -193,7 +193,17 @@ def test_wrong_usage_is_one_sentence(words: list[str], parts: list[str], capsys:
     assert all(part in sentence(err) for part in parts), err
 
 
-@pytest.mark.parametrize("words", [["--modell", "x"], ["--model", "x", "--config", "y"], ["x"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--modell", "x"],
+        ["--model", "x", "--config", "y"],
+        ["x"],
+        ["--model", ""],
+        ["--picture", "."],
+        ["--picture", "/dev/null/x.png"],
+    ],
+)
 def test_wrong_options_are_usage(words: list[str], capsys: Any) -> None:
     code, out, err = call(capsys, "doctor", *words)
     assert (code, out) == (2, "")

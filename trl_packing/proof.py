@@ -79,7 +79,8 @@ def agreed(check: Callable[[], _Result], accelerator: Accelerator) -> _Result:
 def isolation_line(report: IsolationReport) -> str:
     """Say in one line what a passed check found."""
     effects = ", ".join(f"{probe.name} {probe.effect:.1g}" for probe in report.probes)
-    return f"Isolation: proven on {report.model}, {report.dtype}, {report.attn_implementation} attention ({effects})."
+    where = f"{report.model}, {report.dtype}, {report.attn_implementation} attention"
+    return " ".join([f"Isolation: proven on {where} ({effects}).", *report.notes])
 
 
 class AdapterProof(TrainerCallback):  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -46,6 +47,10 @@ def main(argv: Sequence[str]) -> int:
     own, rest = parser.parse_known_args(argv)
     if rest and own.config is None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if own.model == "":
+        parser.error("argument --model: it is empty")
+    if own.picture is not None and (obstacle := _why_not_written(own.picture)) is not None:
+        parser.error(f"argument --picture: {own.picture} cannot be written, because {obstacle}")
     try:
         # What libraries print is no result.
         with contextlib.redirect_stdout(sys.stderr):
@@ -56,11 +61,24 @@ def main(argv: Sequence[str]) -> int:
             for file in report.save_pictures(own.picture) if own.picture is not None else []:
                 print(f"{parser.prog}: drew {file}", file=sys.stderr)
     except (PackingError, LeakError, MissingDependencyError) as error:
-        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        message = " ".join(str(error).split())
+        if own.model is not None:
+            message = message.replace("`model_name_or_path`", "`--model`")
+        print(f"{parser.prog}: {message}", file=sys.stderr)
         return 2
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(report.to_dict(), indent=2) if own.json else report.to_text(), flush=True)
     return 0 if report.ok else 1
+
+
+def _why_not_written(file: Path) -> str | None:
+    if file.is_dir():
+        return "it is a folder"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return None if os.access(file.parent, os.W_OK) else f"{file.parent} is read-only"
 
 
 def _examine(config: str | None, model: str | None, rest: list[str], influence: bool) -> list[ModelReport]:

@@ -41,6 +41,8 @@ def save_influence(report: IsolationReport, path: Path) -> None:
     panels = [("without boundaries", report.influence_before), ("with boundaries", report.influence)]
     for axes, (title, matrix) in zip(figure.subplots(1, 2), panels, strict=True):
         _draw(axes, f"{title}: {_summary(matrix)}", matrix, report.lengths)
+    meaning = "A number says how far a token's logits moved at most, relative to their size. 0: not by a single bit."
+    figure.supxlabel(meaning, fontsize=9, color="0.25")
     figure.savefig(path, dpi=150, format="png")
 
 

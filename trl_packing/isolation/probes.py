@@ -74,7 +74,13 @@ class Probes:
         """Run the probes that are asked for. Whatever a model raises becomes a probe that could not run."""
         names = ("perturbation", "gradient", "control", "alone")
         try:
-            self._row = Row(self._model, self._boundaries, random_state=self._random_state, **self._row_options)
+            self._row = Row(
+                self._model,
+                self._boundaries,
+                random_state=self._random_state,
+                agree=self._agree,
+                **self._row_options,
+            )
             self._base = self._row.run(self._row.tokens)
             self._draws_random_numbers = self._random_state.is_drawn_from()
         except Exception as error:
@@ -132,6 +138,12 @@ class Probes:
         effects = self._row.per_segment(token_effects(one[1], other[1]))
         return float(np.where(one[0] == other[0], effects, 0.0).max())
 
+    def _move_in_eager(self, one: _Run, other: _Run) -> float:
+        again = [
+            (changed, self._row.run(self._changed_in(changed), eager=True).detach()) for changed in (one[0], other[0])
+        ]
+        return self._move(again[0], again[1])
+
     def _changed_in(self, segments: np.ndarray) -> np.ndarray:
         return self._row.with_changed(self._row.is_in(*np.flatnonzero(segments).tolist()))
 
@@ -168,12 +180,19 @@ class Probes:
             if np.isnan(self._influence[source]).any():
                 self._influence[source] = local
             largest_local = max(largest_local, float(local.max()))
-        if self._agree(bool(found)):
+        is_found_anywhere = self._agree(bool(found))
+        if is_found_anywhere:
             for source in range(self._boundaries.num_segments):
                 self._influence[source] = self._effects_of(source)
         order = {name: place for place, name in enumerate(watch.order())}
         self._layers = tuple(sorted(found.values(), key=lambda leak: order[leak.name]))
-        return self._verdict_on_layers(allowed) if found else self._verdict_on_rounding(moved, largest_local, allowed)
+        if found:
+            return self._verdict_on_layers(allowed)
+        explained = allowed if largest_local == 0.0 else np.inf
+        if self._row.is_compiled and not is_found_anywhere:
+            # The layers were judged without torch.compile, which must not move logits more than eager rounding does.
+            explained = max(allowed, _NOISE_MARGIN * self._move_in_eager(*moved))
+        return self._verdict_on_rounding(self._move(*moved), allowed, explained)
 
     def _allowed_in(self, layer: nn.Module, allowed: float, noise: float) -> float:
         """Say how far a layer may move: by rounding only where it regroups tokens or carries a sum along the row."""
@@ -185,14 +204,7 @@ class Probes:
             return max(self._row.gradient_rounding(), _NOISE_MARGIN * noise)
         return allowed
 
-    def _verdict_on_rounding(self, moved: tuple[_Run, _Run], largest_local: float, allowed: float) -> _Outcome:
-        effect, explained = self._move(*moved), allowed if largest_local == 0.0 else np.inf
-        if self._row.is_compiled:
-            # The layers were judged without torch.compile, which must not move logits more than eager rounding does.
-            one, other = (
-                (changed, self._row.run(self._changed_in(changed), eager=True).detach()) for changed, _ in moved
-            )
-            explained = max(allowed, _NOISE_MARGIN * self._move(one, other))
+    def _verdict_on_rounding(self, effect: float, allowed: float, explained: float) -> _Outcome:
         if effect > explained:
             self._max_leak = max(self._max_leak, effect)
             return FAILED, effect, explained, "The logits moved, but no layer by itself shows why."

@@ -77,6 +77,8 @@ class Row:
             Seed of the tokens.
         random_state (`RandomState`):
             Restored before every run, so that equal inputs meet equal random numbers.
+        agree (`Callable`):
+            Says whether a flag is true on any rank, where all ranks run the row together.
         position_ids_start (`int`), host_offsets (`bool`):
             As for [`Boundaries.to_model_kwargs`].
 
@@ -90,6 +92,7 @@ class Row:
         boundaries: Boundaries,
         seed: int,
         random_state: RandomState,
+        agree: Callable[[bool], bool],
         *,
         position_ids_start: int = 0,
         host_offsets: bool = False,
@@ -98,6 +101,7 @@ class Row:
         self.model: nn.Module = model._orig_mod if isinstance(model, OptimizedModule) else model
         self.boundaries = boundaries
         self.random_state = random_state
+        self._agree = agree
         self.is_compiled = any(
             isinstance(module, OptimizedModule) or module._compiled_call_impl is not None for module in model.modules()
         )
@@ -145,7 +149,7 @@ class Row:
                 or nothing if a compiled graph ran.
 
         Raises:
-            [`PackingError`]: If the output is not one row of finite logits.
+            [`PackingError`]: If the output is not one row of finite logits, on any rank.
         """
         boundaries = self.boundaries if bounded else Boundaries.from_lengths([len(tokens)])
         kwargs = boundaries.to_model_kwargs(**self._kwargs)
@@ -156,6 +160,18 @@ class Row:
         return self._run(tokens, {}, eager)
 
     def _run(self, tokens: np.ndarray, kwargs: dict[str, Any], eager: bool) -> torch.Tensor:
+        logits, failure = None, None
+        try:
+            logits = self._forward(tokens, kwargs, eager)
+        except Exception as error:
+            failure = error
+        # A rank that skipped a probe alone would leave the others waiting for its part of the weights.
+        if self._agree(failure is not None):
+            raise failure or PackingError("Another rank could not run the row.")
+        assert logits is not None
+        return logits
+
+    def _forward(self, tokens: np.ndarray, kwargs: dict[str, Any], eager: bool) -> torch.Tensor:
         compiled = self.is_compiled and not eager
         model, context = (self.called, nullcontext()) if compiled else (self.model, self._leaf_embeddings())
         input_ids = torch.from_numpy(tokens)[None].to(self.device)
