@@ -5,7 +5,9 @@ import torch
 from tiny_models import tiny_model
 
 from trl_packing import Boundaries, PackingError, register_ops, unregister_ops
+from trl_packing.memory import measured_peak
 from trl_packing.ops.attention import naive_attention, segment_attention, split_into_chunks
+from trl_packing.ops.masked_attention import masked_attention
 
 LAYOUTS = [[7], [1, 1, 1, 1], [1, 64, 1], [11, 6, 1, 9], [300, 1, 700]]
 OPTIONS = {
@@ -207,10 +209,11 @@ def test_registration_is_undone_exactly():
     assert (dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)) == before
 
 
-def test_no_tensor_of_a_row_grows_with_its_square(varlen):
+@pytest.mark.parametrize("lengths", [[64] * 32, [2048]], ids=["seg64", "seg2048"])
+def test_no_tensor_of_a_row_grows_with_its_square(varlen, lengths):
     model = tiny_model("llama", attn_implementation=varlen)
-    total = 2048
-    kwargs = Boundaries.from_lengths([64] * (total // 64)).to_model_kwargs(host_offsets=True)
+    total = sum(lengths)
+    kwargs = Boundaries.from_lengths(lengths).to_model_kwargs(host_offsets=True)
     largest = 0
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -225,3 +228,25 @@ def test_no_tensor_of_a_row_grows_with_its_square(varlen):
     with Largest():
         model(torch.ones(1, total, dtype=torch.long), use_cache=False, **kwargs).logits.sum().backward()
     assert 0 < largest < total * total / 4
+
+
+@pytest.mark.parametrize("option", ["causal", "window", "softcap", "sinks", "softcap_window_sinks"])
+@pytest.mark.parametrize("form", ["segments", "one segment", "offsets"])
+def test_peak_memory_of_forward_and_backward_grows_with_the_row(form, option):
+    """Every allocation counts. Twice the row takes twice the memory, with a half more for what blocks share."""
+
+    def peak(total):
+        options = options_of(option, torch.float32)
+        lengths = [total] if form == "one segment" else [128] * (total // 128)
+
+        def run():
+            inputs = heads(total, torch.float32)
+            if form == "offsets":
+                out = masked_attention(*inputs, Boundaries.from_lengths(lengths).cu_seqlens, 128, **options)
+            else:
+                out = segment_attention(*inputs, lengths, **options)
+            out.sum().backward()
+
+        return measured_peak(run)
+
+    assert peak(2048) < 2.5 * peak(1024)

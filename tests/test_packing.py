@@ -160,6 +160,12 @@ def test_planning_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_importing_the_package_loads_nothing_large():
+    large = "{'torch', 'transformers', 'trl', 'datasets', 'numpy'}"
+    code = f"import sys, trl_packing; sys.exit(' '.join({large} & set(sys.modules)) or 0)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 # ---- overlong samples
 
 

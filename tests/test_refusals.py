@@ -190,3 +190,13 @@ def test_models_without_attention_backends_keep_their_own():
     name, reason = choose_attention(BloomConfig(), "float32", torch.device("cpu"))
     assert name == "eager"
     assert "BloomForCausalLM" in reason
+
+
+def test_compiling_rows_of_many_shapes_is_warned_of(tmp_path):
+    args = PackedSFTConfig(**settings(tmp_path, packing=True))
+    # Passed above, it would set the process's environment.
+    args.torch_compile = True
+    with pytest.warns(UserWarning, match="row_shape: fixed"):
+        refuse_settings(args, None, None, None)
+    args.row_shape = "fixed"
+    refuse_settings(args, None, None, None)

@@ -9,6 +9,7 @@ refusal.
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 def refuse_settings(args: PackedSFTConfig, peft_config: Any, data_collator: Any) -> None:
     """
-    Refuse settings that cannot be honoured in packed training.
+    Refuse settings that cannot be honoured in packed training. One that only makes it slow is warned of.
 
     Args:
         args ([`PackedSFTConfig`]):
@@ -58,6 +59,12 @@ def refuse_settings(args: PackedSFTConfig, peft_config: Any, data_collator: Any)
         )
     _refuse_trainer_settings(args)
     _refuse_prompt_learning(peft_config)
+    if args.torch_compile and args.row_shape == "exact":
+        warnings.warn(
+            "`torch_compile: true` with `row_shape: exact` compiles again for almost every row, because each has its "
+            "own shape, until PyTorch gives up and runs without. Set `row_shape: fixed` and `max_segments`.",
+            stacklevel=4,
+        )
 
 
 def check_data(dataset: Any, args: Any, formatting_func: Any, name: str) -> Any:

@@ -12,10 +12,12 @@ segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import PackingError
 
@@ -233,20 +235,22 @@ def _one_segment(
         last = stop if causal else length if window is None else min(length, stop + window - 1)
         q, k, v = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
         if explicit:
-            outputs.append(
-                naive_attention(
-                    q,
-                    k,
-                    v,
-                    scale=scale,
-                    causal=causal,
-                    window=window,
-                    softcap=softcap,
-                    sinks=sinks,
-                    dropout_p=dropout_p,
-                    query_start=start - first,
-                )
+            scores = partial(
+                naive_attention,
+                scale=scale,
+                causal=causal,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                dropout_p=dropout_p,
+                query_start=start - first,
             )
+            # All blocks' scores together would be as many as tokens squared. They are computed again in the backward.
+            if length > block and torch.is_grad_enabled():
+                out = checkpoint(scores, q, k, v, use_reentrant=False, preserve_rng_state=dropout_p > 0.0)
+            else:
+                out = scores(q, k, v)
+            outputs.append(out)
             continue
         mask = _visible(start, stop - start, first, last - first, causal, window, query.device)
         outputs.append(
