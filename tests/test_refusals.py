@@ -197,6 +197,6 @@ def test_compiling_rows_of_many_shapes_is_warned_of(tmp_path):
     # Passed above, it would set the process's environment.
     args.torch_compile = True
     with pytest.warns(UserWarning, match="row_shape: fixed"):
-        refuse_settings(args, None, None, None)
+        refuse_settings(args, None, None)
     args.row_shape = "fixed"
-    refuse_settings(args, None, None, None)
+    refuse_settings(args, None, None)

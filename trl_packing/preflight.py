@@ -63,7 +63,7 @@ def refuse_settings(args: PackedSFTConfig, peft_config: Any, data_collator: Any)
         warnings.warn(
             "`torch_compile: true` with `row_shape: exact` compiles again for almost every row, because each has its "
             "own shape, until PyTorch gives up and runs without. Set `row_shape: fixed` and `max_segments`.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
