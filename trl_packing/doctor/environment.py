@@ -20,7 +20,7 @@ _OPTIONAL = (
     ("causal-conv1d", "causal_conv1d", "'trl-packing[gdn]'", True),
     ("mamba-ssm", "mamba_ssm", "'trl-packing[mamba]'", True),
     ("deepspeed", "deepspeed", "'trl-packing[deepspeed]'", False),
-    ("bitsandbytes", "bitsandbytes", "bitsandbytes", False),
+    ("bitsandbytes", "bitsandbytes", "'trl-packing[quantization]'", False),
     ("matplotlib", "matplotlib", "'trl-packing[plots]'", False),
 )
 # Of these, any version that pip accepts beside ours will do.
