@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from launching import run
+from launching import TESTS, run
 from peft import PeftModel
 from tiny_models import tiny_config, tiny_model
 from training import VOCAB_SIZE, conversations
@@ -129,7 +129,7 @@ def adapters_of(name: str, *targets: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in TYPES if name not in ("llama_1b", "llama_70b")])
+@pytest.mark.parametrize("name", TYPES)
 def test_recipe_trains_two_steps_and_every_adapter_gets_a_gradient(name: str, precision: str, tmp_path: Path) -> None:
     trainer = trained(name, tmp_path, precision)
     assert trainer.args.packing
@@ -149,9 +149,8 @@ def test_recipe_trains_two_steps_and_every_adapter_gets_a_gradient(name: str, pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3next"])
-def test_recipe_trains_on_two_processes(name: str, tmp_path: Path) -> None:
-    words = words_for(name, tmp_path, "float32")
+def test_recipe_script_trains_on_two_processes(tmp_path: Path) -> None:
+    words = words_for("qwen3next", tmp_path, "float32")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     result = run([sys.executable, *launcher, ROOT / "recipes" / "sft.py", *words], cwd=tmp_path)
     assert "2 ranks" in result.stdout
@@ -160,6 +159,24 @@ def test_recipe_trains_on_two_processes(name: str, tmp_path: Path) -> None:
     assert table
     assert all(line.split()[1] == line.split()[2] for line in table), table
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_every_recipe_trains_on_two_processes(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in TYPES}
+    for folder in folders.values():
+        folder.mkdir()
+    runs = {str(folder): words_for(name, folder, "float32") for name, folder in folders.items()}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    run([sys.executable, *launcher, TESTS / "recipes_run.py", json.dumps(runs)], cwd=tmp_path, timeout=400)
+    for name, folder in folders.items():
+        first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+        assert (first["world_size"], first["wrapped"]) == (2, "DistributedDataParallel"), name
+        assert first["steps"] == 2, name
+        assert first["isolated"], name
+        assert first["adapters"] == first["trained"] > 0, name
+        assert first == second, name
+        assert (folder / "out" / "adapter_model.safetensors").is_file(), name
 
 
 @pytest.mark.parametrize(
