@@ -90,7 +90,8 @@ audit: $(BIN)/.ready  ## every causal LM architecture of transformers, exact or 
 
 bench: $(BIN)/.ready  ## all benchmarks, small
 	cd benchmarks && ../$(BIN)/python plan.py --samples 100000 --json /dev/null && ../$(BIN)/python collators.py \
-	  && ../$(BIN)/python ops.py && ../$(BIN)/python throughput.py --rounds 1 --tokens 8192
+	  && ../$(BIN)/python ops.py && ../$(BIN)/python isolation.py --rounds 1 --models llama bamba \
+	  && ../$(BIN)/python throughput.py --rounds 1 --tokens 8192
 
 lint: $(BIN)/.ready  ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

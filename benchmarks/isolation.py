@@ -57,7 +57,7 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, budget: in
 
 
 def forward_tokens(model: nn.Module) -> int:
-    """Count the tokens of a check's forward passes, and twice those of the one that is run backward, the first."""
+    """Count the tokens of a check's forward passes, and twice those of the two that are run backward, the first."""
     sizes: list[int] = []
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -65,7 +65,7 @@ def forward_tokens(model: nn.Module) -> int:
     report = check_isolation(model, host_offsets=True)
     hook.remove()
     assert report.ok, report.to_text()
-    return sum(sizes) + 2 * sizes[0]
+    return sum(sizes) + 2 * (sizes[0] + sizes[1])
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
@@ -86,15 +86,15 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name, "forward tokens": tokens, "check s": seconds["check"]}
     for budget in BUDGETS:
         row[f"step of {budget}, s"] = seconds[f"step of {budget}"]
-        row["in steps"] = seconds["check"] / seconds[f"step of {budget}"]
-        row[f"in steps of {budget}"] = row.pop("in steps")
-        row[f"in its tokens ({budget})"] = tokens / (3 * budget)
+        row[f"check in steps of {budget}"] = seconds["check"] / seconds[f"step of {budget}"]
+        row[f"by tokens ({budget})"] = tokens / (3 * budget)
+    print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=[*TINY_NAMES.values(), LARGEST])
     parser.add_argument("--json", help="file to write")
     args = parser.parse_args()

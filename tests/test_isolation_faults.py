@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import pytest
@@ -236,6 +236,39 @@ def test_small_leak_in_one_layer_of_many_is_caught_and_located(dtype, strength, 
     assert not report.ok
     assert [leak.name for leak in report.layers] == [f"model.layers.{layer}.self_attn"]
     assert (report.layers[0].source, report.layers[0].target) == (0, 3)
+
+
+class _LeakBackFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, source: slice, target: slice) -> torch.Tensor:
+        ctx.slices = source, target
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        source, target = ctx.slices
+        gradient = gradient.clone()
+        gradient[:, source] += 1e-2 * gradient[:, target].mean(dim=1, keepdim=True)
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("lengths", [(67, 1, 5, 70), (5, 1, 67)], ids=["seg4", "seg3"])
+def test_leak_of_the_backward_pass_from_any_segment_to_an_earlier_one_is_caught(lengths):
+    model = tiny_model("llama")
+    offsets = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+    for source, target in combinations(range(len(lengths)), 2):
+        slices = [slice(offsets[segment], offsets[segment + 1]) for segment in (source, target)]
+
+        def hook(module: nn.Module, args: Any, output: Any, slices: list[slice] = slices) -> Any:
+            is_packed = output[0].shape[1] == sum(lengths)
+            return (_LeakBackFrom.apply(output[0], *slices) if is_packed else output[0]), *output[1:]
+
+        handle = model.model.layers[1].self_attn.register_forward_hook(hook)
+        report = check_isolation(model, lengths=lengths)
+        handle.remove()
+        assert report.probe("perturbation").status == "passed"
+        leaks = [(leak.name, leak.source, leak.target) for leak in report.layers]
+        assert leaks == [("model.layers.1.self_attn", source, target)]
 
 
 class _LeakyBackward(torch.autograd.Function):

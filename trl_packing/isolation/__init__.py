@@ -5,7 +5,7 @@ Four probes on one small packed row:
 
 - perturbation: some segments' tokens are changed; the logits of those that keep theirs must not move. Three patterns
   of change try every pair of four segments, in both directions.
-- gradient: every second segment's logits must have no gradient at the others' input embeddings.
+- gradient: no segment's logits may have a gradient at the input embeddings of those before it, in two backward passes.
 - control: where no boundary is in between, such a change must move what follows, otherwise the probes see nothing.
 - alone: the last segment's logits must equal those of the same tokens run as an unpacked sample.
 
@@ -48,7 +48,7 @@ def check_isolation(
 
     The model runs as in training (train mode, `use_cache=False`, the caller's autocast) but without dropout. Weights,
     gradients, random generators, buffers, train/eval flags, hooks and `config.use_cache` are left exactly as they
-    were. An exact model costs 4 forward passes and 1 backward pass over the row, and 2 forward passes over its last
+    were. An exact model costs 4 forward and 2 backward passes over the row, and 2 forward passes over its last
     segment; expert layers, whose rounding has to be told from a leak, up to 6 more. Where parameters are sharded over
     ranks, all ranks have to take part.
 

@@ -298,6 +298,11 @@ def kind_of(module: nn.Module) -> str:
     return "layer"
 
 
+def has_indexer(module: nn.Module) -> bool:
+    """Say whether a layer, or one inside it, picks the past tokens to attend to."""
+    return any("indexer" in type(part).__name__.lower() for part in module.modules())
+
+
 def mask_opens(mask: Any, queries: torch.Tensor, keys: torch.Tensor) -> bool:
     """
     Say whether a dense attention mask lets some of the queries see some of the keys.

@@ -214,6 +214,12 @@ class IsolationReport:
         return _WAYS_OUT["varlen" if kind in ("attention", "mask") and self.attn_implementation == "varlen" else kind]
 
 
+def sentence_of(error: Exception) -> str:
+    """Give an error's type and text in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
+
+
 def _number(value: float) -> str:
     if value != value:
         return "-"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from .state import RandomState
 _USUAL_CHUNK = 64
 # Windows and chunks above this make the row expensive, and are left to the tests of the operations.
 _LONGEST_SPAN = 256
+_Result = TypeVar("_Result")
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _SPANS = ("sliding_window", "chunk_size", "mamba_chunk_size", "attention_chunk_size", "window_size")
 
@@ -160,16 +162,7 @@ class Row:
         return self._run(tokens, {}, eager)
 
     def _run(self, tokens: np.ndarray, kwargs: dict[str, Any], eager: bool) -> torch.Tensor:
-        logits, failure = None, None
-        try:
-            logits = self._forward(tokens, kwargs, eager)
-        except Exception as error:
-            failure = error
-        # A rank that skipped a probe alone would leave the others waiting for its part of the weights.
-        if self._agree(failure is not None):
-            raise failure or PackingError("Another rank could not run the row.")
-        assert logits is not None
-        return logits
+        return together(self._agree, partial(self._forward, tokens, kwargs, eager))
 
     def _forward(self, tokens: np.ndarray, kwargs: dict[str, Any], eager: bool) -> torch.Tensor:
         compiled = self.is_compiled and not eager
@@ -249,6 +242,18 @@ def token_effects(base: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         scale = torch.maximum(norms, norms.median()).clamp(min=torch.finfo(torch.float32).tiny)
         moved = ((other - base) / scale[:, None]).masked_fill(is_equal, 0.0).nan_to_num(torch.inf)
         return torch.linalg.vector_norm(moved, dim=-1, dtype=torch.float32)
+
+
+def together(agree: Callable[[bool], bool], function: Callable[[], _Result]) -> _Result:
+    """Call a function, and raise on every rank if it raises on any: one that stops alone leaves the others waiting."""
+    results, failure = [], None
+    try:
+        results.append(function())
+    except Exception as error:
+        failure = error
+    if agree(failure is not None):
+        raise failure or PackingError("Another rank could not run the row.")
+    return results[0]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -155,6 +155,14 @@ def has_reentrant_checkpointing(model: nn.Module) -> bool:
     return False
 
 
+def has_sharded_parameters(model: nn.Module) -> bool:
+    """Say whether each rank holds a part of the weights, so that all ranks must run a forward pass together."""
+    return any(
+        hasattr(parameter, "ds_id") or hasattr(parameter, "placements") or hasattr(parameter, "_is_fsdp_flattened")
+        for parameter in model.parameters()
+    ) or any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+
+
 def _copy_of(buffer: torch.Tensor) -> torch.Tensor | None:
     is_packed_weight = not buffer.is_floating_point() and buffer.numel() > _LARGEST_COPIED_INTEGER_BUFFER
     return None if is_packed_weight or buffer.is_meta else buffer.detach().clone()
