@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from trl_packing import cli
 from trl_packing.errors import UnsupportedVersionError
-from trl_packing.sft import drop_launcher_word, recipe_folder
+from trl_packing.sft import drop_launcher_words, recipe_folder
 
 ROOT = Path(__file__).parents[1]
 CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -231,34 +231,83 @@ def test_the_exit_code_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, capsy
 # ---- TRL's own command line
 
 
-def test_stock_trl_launches_our_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Contract with TRL: `trl sft -m trl_packing.sft` hands us the user's words and one of its own."""
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TRL's own command line, with what it would launch in place of launching it."""
     import importlib
 
     from trl.cli.accelerate_launcher import launch_training_script
 
-    config = tmp_path / "run.yaml"
-    config.write_text("model_name_or_path: x\nuse_cpu: true\nbf16: false\nnum_processes: 1\n")
     launched: list[Any] = []
     monkeypatch.setitem(launch_training_script.__kwdefaults__, "launch_command_fn", launched.append)
-    stock = importlib.import_module("trl.cli.main")
-    own_words = ["--config", str(config), "--max_steps", "2", "--token_budget", "4096"]
-    assert stock.main(["sft", "-m", "trl_packing.sft", *own_words]) == 0
-    # Our keys in a YAML pass TRL by when it is given with an equals sign.
-    hidden = ["--config=quickstart_tiny.yaml", *CPU]
-    assert stock.main(["sft", "-m", "trl_packing.sft", *hidden]) == 0
-    for options, words in zip(launched, (own_words, hidden), strict=True):
+
+    def launch(*words: str) -> Any:
+        assert importlib.import_module("trl.cli.main").main(["sft", *words]) == 0
+        [options] = launched
+        launched.clear()
         assert (options.module, options.training_script) == (True, "trl_packing.sft")
-        ours = drop_launcher_word(options.training_script_args)
-        assert sorted(ours) == sorted(words)
-        assert len(options.training_script_args) == len(words) + 1
-    assert launched[0].num_processes == 1
+        return options
+
+    return launch
 
 
-def test_only_the_launchers_word_is_dropped() -> None:
+def test_stock_trl_launches_our_module(stock: Any, tmp_path: Path) -> None:
+    """Contract with TRL: `trl sft -m trl_packing.sft` hands us the user's words and one of its own."""
+    config = tmp_path / "run.yaml"
+    config.write_text("model_name_or_path: x\nuse_cpu: true\nbf16: false\nnum_processes: 1\n")
+    own_words = ["--config", str(config), "--max_steps", "2", "--token_budget", "4096"]
+    options = stock("-m", "trl_packing.sft", *own_words)
+    assert sorted(drop_launcher_words(options.training_script_args)) == sorted(own_words)
+    assert options.num_processes == 1
+    # TRL looks for `--config` as a word of its own.
+    hidden = ["--config=quickstart_tiny.yaml", *CPU]
+    options = stock("--num_processes", "2", "-m", "trl_packing.sft", *hidden)
+    assert drop_launcher_words(options.training_script_args) == hidden
+    assert options.num_processes == 2
+
+
+@pytest.mark.parametrize("module", [["-m", "trl_packing.sft"], []], ids=["named", "from_the_yaml"])
+def test_keys_of_ours_pass_stock_trl_below_the_module(stock: Any, module: list[str], tmp_path: Path) -> None:
+    """Contract with TRL: keys that it does not know become launch options, in the YAML's order, before the words."""
+    config = tmp_path / "run.yaml"
+    config.write_text(f"num_processes: 2\n{(ROOT / 'configs/quickstart_tiny.yaml').read_text()}")
+    words = ["--config", str(config), "--max_steps", "2"]
+    options = stock(*module, "--token_budget", "4096", *words)
+    assert options.num_processes == 2
+    assert drop_launcher_words(options.training_script_args) == ["--token_budget", "4096", *words]
+    options = stock(*module, "--accelerate_config", "multi_gpu", *words)
+    assert options.config_file.endswith("multi_gpu.yaml")
+    assert drop_launcher_words(options.training_script_args) == words
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_runs_from_stock_trl(path: Path) -> None:
+    """`module` comes before every key that TRL does not know."""
+    import yaml
+    from trl.scripts.sft import make_parser
+
+    known = {action.dest for action in make_parser(prog="trl sft")._actions}
+    unknown = [key for key in yaml.safe_load(path.read_text()) if key not in known]
+    assert unknown[0] == "module"
+
+
+def test_only_the_launchers_words_are_dropped(tmp_path: Path) -> None:
     stray = "/somewhere/trl/scripts/sft.py"
-    assert drop_launcher_word([stray, "--output_dir", stray]) == ["--output_dir", stray]
-    assert drop_launcher_word(["--config", "mine/sft.py"]) == ["--config", "mine/sft.py"]
+    assert drop_launcher_words([stray, "--output_dir", stray]) == ["--output_dir", stray]
+    assert drop_launcher_words(["--config", "mine/sft.py"]) == ["--config", "mine/sft.py"]
+    assert drop_launcher_words(["--token_budget", "3", stray]) == ["--token_budget", "3"]
+    config = tmp_path / "run.yaml"
+    config.write_text("token_budget: 2048\nlora_config: {r: 16}\n")
+    before = ["--token_budget", "2048", "--lora_config", "{'r': 16}", "-m", "trl_packing.sft", "--token_budget", "5"]
+    after = ["--config", str(config)]
+    assert drop_launcher_words([*before, stray, *after]) == ["--token_budget", "5", *after]
+    # What is wrong with the file, the recipe says.
+    for wrong in ("a: [", "- a", None):
+        if wrong is None:
+            config.unlink()
+        else:
+            config.write_text(wrong)
+        assert drop_launcher_words(["--a", "1", stray, *after]) == ["--a", "1", *after]
 
 
 # ---- configs, cp

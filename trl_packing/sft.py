@@ -6,6 +6,10 @@ accelerate launch --module trl_packing.sft --config quickstart.yaml
 trl sft -m trl_packing.sft --config FILE
 ```
 
+TRL reads FILE itself, and hands accelerate's launcher every key that it does not know, before the user's own words.
+The launcher refuses ours, unless `module: trl_packing.sft` stands above them in FILE: what follows the module's name is
+for the module. TRL does not look at `--config=FILE`.
+
 What runs is `recipes/sft.py`, the file that `trl-packing cp sft.py` copies.
 """
 
@@ -16,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+_MODULE = "trl_packing.sft"
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -31,9 +36,10 @@ def recipe_folder() -> Path:
     return (checkout if (checkout / "pyproject.toml").is_file() else _PACKAGE) / "recipes"
 
 
-def drop_launcher_word(words: Sequence[str]) -> list[str]:
+def drop_launcher_words(words: Sequence[str]) -> list[str]:
     """
-    Drop the path of TRL's own script, which `trl sft -m trl_packing.sft` puts among our arguments.
+    Drop what `trl sft` puts among our arguments: the path of its own script, and before it the keys of the YAML that
+    it does not know and the name of this module.
 
     Args:
         words (`Sequence[str]`):
@@ -42,10 +48,30 @@ def drop_launcher_word(words: Sequence[str]) -> list[str]:
     Returns:
         `list[str]`: What the user wrote.
     """
-    stray = next(
-        (index for index, word in enumerate(words) if Path(word).parts[-3:] == ("trl", "scripts", "sft.py")), -1
-    )
-    return [word for index, word in enumerate(words) if index != stray]
+    scripts = (index for index, word in enumerate(words) if Path(word).parts[-3:] == ("trl", "scripts", "sft.py"))
+    script = next(scripts, None)
+    if script is None:
+        return list(words)
+    before, after = list(words[:script]), list(words[script + 1 :])
+    keys = _keys_of_the_yaml(after)
+    while len(before) > 1 and keys.get(before[0].removeprefix("--")) == before[1]:
+        del before[:2]
+    for index, word in enumerate(before[:-1]):
+        if word in ("-m", "--module") and before[index + 1] == _MODULE:
+            del before[index : index + 2]
+            break
+    return before + after
+
+
+def _keys_of_the_yaml(words: list[str]) -> dict[str, str]:
+    """Values as text, as TRL writes them. A file that cannot be read is explained later, by the recipe."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text(encoding="utf-8"))
+    except (ValueError, IndexError, OSError, yaml.YAMLError):
+        return {}
+    return {str(key): str(value) for key, value in values.items()} if isinstance(values, dict) else {}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             Its command line. The default is that of this process.
     """
     recipe = str(recipe_folder() / "sft.py")
-    sys.argv = [recipe, *drop_launcher_word(sys.argv[1:] if argv is None else argv)]
+    sys.argv = [recipe, *drop_launcher_words(sys.argv[1:] if argv is None else argv)]
     runpy.run_path(recipe, run_name="__main__")
 
 

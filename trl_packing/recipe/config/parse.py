@@ -192,6 +192,9 @@ class RecipeParser(TrlParser):
         environment = values.pop("env", None) or {}
         if not isinstance(environment, dict):
             raise PackingError(f"{config.where('env')}: `env` must be a mapping of variables, but is {environment!r}.")
+        # TRL's own command line takes it for us, and ours needs no telling.
+        if values.get("module") == "trl_packing.sft":
+            del values["module"]
         own = {action.dest: action for action in reversed(self._actions)}
         unknown = [key for key in values if key not in own or key == "help"]
         launch_names = _launch_names() - set(own) if unknown else frozenset()
@@ -236,7 +239,10 @@ class RecipeParser(TrlParser):
         own = {action.dest: action for action in self._actions}
         launch_names = _launch_names() - set(own)
         if key in launch_names:
-            return f"`{word}` is a launch option. Write it before the script: `accelerate launch {word} ...`."
+            return (
+                f"`{word}` is a launch option. Write it before the script: `accelerate launch {word} ...`, or with "
+                "`trl sft` in the YAML, above `module`."
+            )
         return _unknown_key(key, own, launch_names, written=word)
 
 
