@@ -7,8 +7,8 @@ trl sft -m trl_packing.sft --config FILE
 ```
 
 TRL reads FILE itself, and hands accelerate's launcher every key that it does not know, before the user's own words.
-The launcher refuses ours, unless `module: trl_packing.sft` stands above them in FILE: what follows the module's name is
-for the module. TRL does not look at `--config=FILE`.
+The launcher refuses ours, unless `module: trl_packing.sft` stands above them in FILE: what follows the name is for the
+module. TRL does not look at `--config=FILE`.
 
 What runs is `recipes/sft.py`, the file that `trl-packing cp sft.py` copies.
 """
