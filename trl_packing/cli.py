@@ -8,8 +8,10 @@ imported before a command needs it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -79,8 +81,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     with _our_commands_added() as trl_main:
-        code: int = trl_main.main(words)
+        try:
+            code: int = trl_main.main(words)
+            # A shell may have closed it.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # The reader has seen enough.
+            _drop_output()
+            return 0
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            print(f"{PROG}: the output cannot be written: {error.strerror}.", file=sys.stderr)
+            _drop_output()
+            return 1
+        except KeyboardInterrupt:
+            print(f"{PROG}: interrupted.", file=sys.stderr)
+            return 130
     return code
+
+
+def _drop_output() -> None:
+    """Python flushes what is left when it ends, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def merge_commands(theirs: Sequence[Any]) -> list[Any]:
@@ -197,6 +221,10 @@ def resolve_accelerate_config(words: Sequence[str]) -> list[str]:
         resolved: list[str] = resolve_accelerate_config_argument(["--accelerate_config", name, *rest])
     except ValueError as error:
         raise PackingError(f"{error} Ours are {', '.join(known)}.") from error
+    from .recipe.config import read_config
+
+    # The launcher takes a file on trust.
+    read_config(Path(resolved[1]))
     return resolved
 
 
@@ -253,11 +281,14 @@ def _plan(words: list[str]) -> int:
                 segments_per_row=report.segments_per_row,
             )
             if own.picture is not None:
-                report.save_picture(own.picture)
+                try:
+                    report.save_picture(own.picture)
+                except OSError as error:
+                    raise PackingError(f"`--picture` {own.picture} cannot be written: {error.strerror}.") from error
         if own.json:
-            _print(json.dumps({**report.to_dict(), "memory": None if memory is None else memory.to_dict()}, indent=2))
+            print(json.dumps({**report.to_dict(), "memory": None if memory is None else memory.to_dict()}, indent=2))
         else:
-            _print("\n\n".join(part.to_text() for part in (report, memory) if part is not None))
+            print("\n\n".join(part.to_text() for part in (report, memory) if part is not None))
     return 0
 
 
@@ -295,7 +326,7 @@ def _configs(words: list[str]) -> int:
             for option, configs in groups.items()
             for name, path in configs.items()
         ]
-        _print(json.dumps(entries, indent=2))
+        print(json.dumps(entries, indent=2))
         return 0
     width = 2 + max(len(name) for configs in groups.values() for name in configs)
     lines: list[str] = []
@@ -304,7 +335,7 @@ def _configs(words: list[str]) -> int:
         for name, path in configs.items():
             indents = {"initial_indent": f"  {name:<{width}}", "subsequent_indent": " " * (width + 2)}
             lines += textwrap.wrap(_purpose(path) or "(no purpose line)", 80, **indents)  # type: ignore[arg-type]
-    _print("\n".join(lines))
+    print("\n".join(lines))
     return 0
 
 
@@ -354,7 +385,7 @@ def _cp(words: list[str]) -> int:
         except OSError as error:
             raise PackingError(f"{target} cannot be written: {error.strerror or error}.") from error
         shutil.copymode(source, target)
-    _print(f"Copied {source.name} to {target}.")
+    print(f"Copied {source.name} to {target}.")
     return 0
 
 
@@ -372,12 +403,6 @@ def _find_source(name: str) -> Path:
     guess = nearest(name, [*sources, *(Path(source).stem for source in sources)])
     hint = f" Did you mean `{guess}`?" if guess else ""
     raise PackingError(f"There is nothing called {name!r} to copy.{hint} Known: {', '.join(sources)}.")
-
-
-def _print(text: str) -> None:
-    """Print a result, quietly if the reader has closed the pipe."""
-    with contextlib.suppress(BrokenPipeError):
-        print(text, flush=True)
 
 
 sft_command = PackingCommand("sft", "Fine-tune on packed rows, from one YAML", _sft)

@@ -161,6 +161,10 @@ class PackedSFTConfig(SFTConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PackingError(f"`{name}` must be at least 1, but it is {value}.")
+        for name in ("learning_rate", "weight_decay", "dataloader_num_workers", "warmup_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise PackingError(f"`{name}` must be at least 0, but it is {value}.")
         if self.row_shape == "fixed" and self.max_segments is None:
             raise PackingError("`row_shape: fixed` needs the number of segments in a row. Set `max_segments`.")
         budget = self.resolved_token_budget

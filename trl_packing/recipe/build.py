@@ -222,7 +222,7 @@ def _settle(trainer: PackedSFTTrainer) -> None:
 
 def check_output_dir(args: PackedSFTConfig) -> None:
     """
-    Refuse to write over another run, and to resume from nothing.
+    Refuse to write over another run or where nothing can be written, and to resume from nothing.
 
     Args:
         args ([`PackedSFTConfig`]):
@@ -239,6 +239,11 @@ def check_output_dir(args: PackedSFTConfig) -> None:
         last_whole_checkpoint(folder)
     elif resume and not Path(resume).is_dir():
         raise PackingError(f"`resume_from_checkpoint` is {resume}, which is no folder. Name a checkpoint, or `true`.")
+    _check_writable("output_dir", folder)
+    if args.packing_report is not None:
+        _check_writable("packing_report", Path(args.packing_report))
+    if args.eval_per_sample is not None:
+        _check_writable("eval_per_sample", Path(args.eval_per_sample).parent)
     if resume or not folder.is_dir():
         return
     found = [path.name for path in folder.iterdir() if path.name in _RUN_FILES or path.name.startswith("checkpoint-")]
@@ -248,6 +253,15 @@ def check_output_dir(args: PackedSFTConfig) -> None:
             f"`output_dir` {folder} already holds a run ({', '.join(sorted(found)[:3])}). Choose a new `output_dir`, "
             f"or remove that one{resume}."
         )
+
+
+def _check_writable(name: str, folder: Path) -> None:
+    """Look whether a folder can be made, without making it. The run would fail at its first checkpoint."""
+    existing = next(part for part in (folder.absolute(), *folder.absolute().parents) if part.exists())
+    if not existing.is_dir():
+        raise PackingError(f"`{name}` needs the folder {folder}, but {existing} is a file. Name another folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PackingError(f"`{name}` needs the folder {folder}, but {existing} cannot be written to.")
 
 
 def check_model_name(name: str) -> None:
@@ -290,6 +304,9 @@ def model_errors(name: str) -> Iterator[None]:
         reason = " ".join(str(error).split()).rstrip(".")
         advice = " Download it while online, or give a local folder." if not Path(name).exists() else ""
         raise PackingError(f"The model {name} cannot be loaded: {reason[:300]}.{advice}") from error
+    except ImportError as error:
+        # bitsandbytes, for one, is looked for when the model is loaded.
+        raise MissingDependencyError(f"The run needs a package: {' '.join(str(error).split())}") from error
     except RuntimeError as error:
         # transformers' message about a tracker that is not installed.
         if " requires " not in str(error):

@@ -36,6 +36,8 @@ _GONE = {
     "use_liger": "write `use_liger_kernel`",
     "warmup_ratio": "write the ratio as `warmup_steps`, for example `warmup_steps: 0.03`",
 }
+# What other launchers call it.
+_ELSEWHERE = dict.fromkeys(("nproc", "nproc_per_node", "num_gpus", "gpus", "np"), "num_processes")
 # Values that TRL still takes from a YAML and renames, although they are no longer among the choices.
 _RENAMED_CHOICES = {"packing_strategy": ("bfd-requeue",)}
 
@@ -228,6 +230,9 @@ class RecipeParser(TrlParser):
             sentence = " ".join(str(error).split()).rstrip(".")
             advice = " On a CPU, set `use_cpu: true`." if "bf16" in sentence else ""
             raise PackingError(f"The settings are refused: {sentence}.{advice}") from error
+        except ImportError as error:
+            # DeepSpeed, for one, is looked for as soon as a setting names it.
+            raise MissingDependencyError(f"A setting needs a package: {' '.join(str(error).split())}") from error
         return result
 
     def explain_unknown(self, rest: Sequence[str]) -> str:
@@ -280,7 +285,8 @@ def parse_recipe(
 @contextmanager
 def usage_errors(prog: str = "trl-packing") -> Iterator[None]:
     """
-    Turn refusals into one line on stderr, without a traceback: exit code 1 for a leak, 2 for everything else.
+    Turn refusals into one line on stderr, without a traceback: exit code 1 for a leak, 2 for everything else. So is
+    Ctrl-C, with the exit code 130 that shells give it.
 
     Works as a decorator too.
 
@@ -294,6 +300,9 @@ def usage_errors(prog: str = "trl-packing") -> Iterator[None]:
         rank = os.environ.get("RANK", "0")
         print(f"{prog}{f' [rank {rank}]' if rank != '0' else ''}: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, LeakError) else 2) from None
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted.", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def _split_config(words: list[str]) -> tuple[list[str], str | None]:
@@ -320,7 +329,7 @@ def _unknown_key(key: str, own: Iterable[str], launch_names: Iterable[str], writ
     shown = f"`{written or key}`"
     if key in _GONE:
         return f"{shown} is gone: {_GONE[key]}."
-    guess = nearest(key, own) or nearest(key, launch_names)
+    guess = _ELSEWHERE.get(key) or nearest(key, own) or nearest(key, launch_names)
     return f"{shown} is no known option.{f' Did you mean `{guess}`?' if guess else ''}"
 
 
