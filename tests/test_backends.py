@@ -116,7 +116,7 @@ def test_the_log_says_where_a_probe_ran_differently(
         assert f"The gradient probe ran {note}." in rank["proof"]
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend in ("fsdp2", "zero3")])
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend in ("fsdp2", "zero2", "zero3")])
 def test_resuming_goes_on_with_the_same_losses(backend: str, checkpoint: Path) -> None:
     folder = checkpoint / f"{backend}-resumed"
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": False}
@@ -127,8 +127,11 @@ def test_resuming_goes_on_with_the_same_losses(backend: str, checkpoint: Path) -
     assert len(whole[0]["losses"]) == 3
 
 
-def test_native_fsdp2_saves_whole_adapters(checkpoint: Path) -> None:
-    train_by("native", checkpoint / "saved", save_strategy="steps", save_steps=3, save_only_model=True)
+def test_native_fsdp2_saves_whole_adapters_and_says_that_it_cannot_resume(checkpoint: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    with pytest.raises(AssertionError, match="Resuming is not supported for models sharded at load time"):
+        train_by("native", checkpoint / "unsaved", save_only_model=False, **saving)
+    train_by("native", checkpoint / "saved", save_only_model=True, **saving)
     saved = load_file(checkpoint / "saved" / "checkpoint-3" / "adapter_model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
     model = get_peft_model(model, check_model(model, adapters()))

@@ -216,6 +216,14 @@ def test_a_checkpoint_of_another_trainer_is_refused(whole, tmp_path):
         trainer_in(tmp_path / "b").train(resume_from_checkpoint=str(checkpoint))
 
 
+def test_a_checkpoint_without_optimiser_state_is_refused(tmp_path):
+    """It would train on with new moments and no warning."""
+    trainer_in(tmp_path, save_only_model=True, max_steps=2).train()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").is_file()
+    with pytest.raises(PackingError, match="checkpoint-1 holds no optimiser state"):
+        trainer_in(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_the_last_whole_checkpoint_is_taken(whole, tmp_path):
     folder, _ = whole
     for step in (1, 2, 10):

@@ -10,6 +10,8 @@ from typing import Any
 from .errors import PackingError
 
 STATE_NAME = "packing_state.json"
+# Of the Trainer and FSDP, and of DeepSpeed.
+_OPTIMIZER_NAMES = ("optimizer", "global_step")
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,19 @@ def check_resume(checkpoint: str | Path, fingerprint: dict[str, Any]) -> ResumeS
         [`ResumeState`]: Of the checkpoint.
 
     Raises:
-        [`PackingError`]: If the checkpoint has no plan or its plan differs, naming what differs.
+        [`PackingError`]: If the checkpoint has no plan or no optimiser state, or if its plan differs, naming what
+            differs.
     """
     path = Path(checkpoint, STATE_NAME)
     if not path.is_file():
         raise PackingError(
             f"The checkpoint {Path(checkpoint).name} was not written by `PackedSFTTrainer`: it has no {STATE_NAME}, "
             "so its place in the data is unknown. Start a new run from its weights instead."
+        )
+    if not any(path.name.startswith(_OPTIMIZER_NAMES) for path in Path(checkpoint).iterdir()):
+        raise PackingError(
+            f"The checkpoint {Path(checkpoint).name} holds no optimiser state (`save_only_model`), so a resumed run "
+            "would not go on as it would have. Start a new run from its weights instead."
         )
     state = ResumeState(**json.loads(path.read_text(encoding="utf-8")))
     differences = [
