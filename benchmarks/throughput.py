@@ -30,11 +30,11 @@ from typing import Any
 
 import numpy as np
 from common import show
-from distributions import draw
+from distributions import DISTRIBUTIONS, draw
 
 VOCAB_SIZE = 4096
 ROWS = (1024, 4096, 8192)
-MODELS = ("llama", "qwen3_next", "bamba")
+MODELS = ("llama", "tiny", "qwen3_next", "bamba")
 BATCH_SIZE = 16
 # transformers sorts within groups of a quarter of the batches: three of them here, and one epoch of four groups.
 GROUPED_SAMPLES = 12 * BATCH_SIZE
@@ -44,12 +44,12 @@ PACKED = ("HF flattening", "TRL bfd", "ours, bfd rows", "ours, planned", "ours, 
 HYBRID_PACKED = ("ours, planned", "ours, fixed")
 
 
-def samples_of(variant: str, row: int, num_tokens: int) -> list[list[int]]:
-    """Random tokens of `lognormal` lengths, about `num_tokens` or one row of them."""
+def samples_of(variant: str, row: int, num_tokens: int, distribution: str = "lognormal") -> list[list[int]]:
+    """Random tokens of a distribution's lengths, about `num_tokens` or one row of them."""
     if variant == "TRL length-grouped":
-        lengths = np.minimum(draw("lognormal", GROUPED_SAMPLES), row)
+        lengths = np.minimum(draw(distribution, GROUPED_SAMPLES), row)
     else:
-        lengths = _filling(np.minimum(draw("lognormal", 2 * max(num_tokens, row)), row), row, max(num_tokens, row))
+        lengths = _filling(np.minimum(draw(distribution, 2 * max(num_tokens, row)), row), row, max(num_tokens, row))
     rng = np.random.default_rng(0)
     return [rng.integers(3, 250, length).tolist() for length in lengths]
 
@@ -71,7 +71,7 @@ def config_of(model: str, row: int) -> Any:
     from trl_packing.quickstart.tiny import tiny_config
 
     if model != "llama":
-        return tiny_config(model)
+        return tiny_config("llama" if model == "tiny" else model)
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -83,7 +83,7 @@ def config_of(model: str, row: int) -> Any:
     )
 
 
-def build(variant: str, model: str, row: int, num_tokens: int, folder: str) -> Any:
+def build(variant: str, model: str, row: int, num_tokens: int, distribution: str, folder: str) -> Any:
     """Make the trainer of a variant."""
     import torch
     from datasets import Dataset
@@ -95,7 +95,7 @@ def build(variant: str, model: str, row: int, num_tokens: int, folder: str) -> A
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    samples = samples_of(variant, row, num_tokens)
+    samples = samples_of(variant, row, num_tokens, distribution)
     dataset = Dataset.from_dict({"input_ids": samples, "labels": samples})
     ours, bfd = variant.startswith("ours"), "bfd" in variant
     if ours:
@@ -128,6 +128,8 @@ def build(variant: str, model: str, row: int, num_tokens: int, folder: str) -> A
         )
     settings |= {"max_length": None, "router_aux_loss_coef": 0.0}
     if variant in PADDED:
+        # Counts pads too.
+        settings |= {"include_num_input_tokens_seen": "all"}
         settings |= {"per_device_train_batch_size": BATCH_SIZE, "max_length": row}
     if variant == "TRL length-grouped":
         settings |= {"train_sampling_strategy": "group_by_length"}
@@ -144,12 +146,12 @@ def build(variant: str, model: str, row: int, num_tokens: int, folder: str) -> A
     )
 
 
-def measure(variant: str, model: str, row: int, num_tokens: int) -> dict[str, Any]:
+def measure(variant: str, model: str, row: int, num_tokens: int, distribution: str) -> dict[str, Any]:
     """Train one epoch in this process, and measure from the begin of the first step to the end of the last."""
     from transformers import TrainerCallback
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(variant, model, row, num_tokens, folder)
+        trainer = build(variant, model, row, num_tokens, distribution, folder)
         marks: list[tuple[float, float]] = []
 
         class Marks(TrainerCallback):
@@ -167,7 +169,12 @@ def measure(variant: str, model: str, row: int, num_tokens: int) -> dict[str, An
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         seconds, tokens = (last - first for first, last in zip(marks[0], marks[-1], strict=True))
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"tokens_per_second": tokens / seconds, "peak_mib": peak / 1024, "losses": losses, "steps": len(losses)}
+    return {
+        "tokens_per_second": tokens / seconds,
+        "peak_mib": peak / 1024,
+        "losses": losses,
+        "padding_share": 1 - tokens / trainer.state.num_input_tokens_seen if variant in PADDED else 0.0,
+    }
 
 
 def variants(model: str, rows: list[int], only: list[str]) -> list[tuple[str, int]]:
@@ -185,31 +192,32 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="row sizes in tokens")
     parser.add_argument("--model", choices=MODELS, default="llama")
+    parser.add_argument("--lengths", choices=DISTRIBUTIONS, default="lognormal", help="distribution of the samples")
     parser.add_argument("--only", nargs="+", choices=PADDED + PACKED, default=list(PADDED + PACKED))
     parser.add_argument("--jobs", type=int, default=1, help="measurements at a time; no more than there are cores")
     parser.add_argument("--json", help="file to write")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        result = measure(args.worker[0], args.model, int(args.worker[1]), args.tokens)
+        result = measure(args.worker[0], args.model, int(args.worker[1]), args.tokens, args.lengths)
         print("RESULT " + json.dumps(result))
         return
     todo = [pair for _ in range(args.rounds) for pair in variants(args.model, args.rows, args.only)]
     results: dict[tuple[str, int], list[dict[str, Any]]] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
-        runs = pool.map(lambda pair: run_worker(*pair, args.model, args.tokens), todo)
+        runs = pool.map(lambda pair: run_worker(*pair, args.model, args.tokens, args.lengths), todo)
         for number, (pair, result) in enumerate(zip(todo, runs, strict=True), start=1):
             results.setdefault(pair, []).append(result)
             rate = f"{result['tokens_per_second']:,.0f} tokens/s"
             print(f"{number} of {len(todo)}: {pair[0]}, rows of {pair[1]}: {rate}", file=sys.stderr)
-    title = f"Real tokens per CPU second, {args.model}, lognormal lengths"
+    title = f"Real tokens per CPU second, {args.model}, {args.lengths} lengths"
     notes = f"One thread, medians of {args.rounds} rounds, {args.jobs} at a time."
     show(title, table(results), args.json, notes)
 
 
-def run_worker(variant: str, row: int, model: str, num_tokens: int) -> dict[str, Any]:
+def run_worker(variant: str, row: int, model: str, num_tokens: int, distribution: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--worker", variant, str(row)]
-    command += ["--tokens", str(num_tokens), "--model", model]
+    command += ["--tokens", str(num_tokens), "--model", model, "--lengths", distribution]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():

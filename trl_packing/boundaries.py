@@ -16,12 +16,29 @@ labels         -100 a1 a2 | -100 | -100 c1 | -100 -100
 Rules that hold everywhere:
 
 - A segment has at least one token, so `cu_seqlens` is strictly increasing. The one exception is the fixed row shape,
-  which repeats the last offset so that every row has the same number of offsets.
+  which repeats the last offset so that every row has the same number of offsets. See below.
 - Alignment pads are ONE segment at the end of the row, never one segment per pad. It is part of `lengths`, of
   `cu_seqlens` and of `max_seqlen`: a `max_seqlen` below it would make varlen kernels skip its rows, and tokens beyond
   the last offset come back uninitialised. No label of it is ever trained on.
 - In `position_ids` a segment starts wherever a position is not its left neighbour plus one. This covers models whose
   first position is not 0, where the three rules of TRL and transformers disagree.
+
+Why a repeated last offset, a segment of no token at the end of the row, is legal:
+
+- flash-attn 2.8: blocks beyond a segment's length return before they read or write: of queries in the forward pass, of
+  keys in the backward pass, whose buffer gets 128 rows more per segment. Read in `flash_fwd_kernel.h` and
+  `flash_bwd_kernel.h` of `csrc/flash_attn/src`.
+- torch `varlen_attn`: the same lines, in PyTorch's copy in `aten/src/ATen/native/transformers/cuda/flash_attn`; on the
+  way there nothing in `torch/nn/attention/varlen.py` 2.13 checks offsets.
+- flash-linear-attention 0.6: it has ceil(0 / chunk) = 0 chunks, for which nothing is launched, and the package's own
+  form for fixed shapes asks for such a tail (`prepare_chunk_indices` and `prepare_chunk_indices_static` in
+  `fla/ops/utils/index.py`).
+  Older versions find segments by their first chunk, so there only the tail may be empty.
+- mamba-ssm and causal-conv1d never see it: they take `seq_idx`, with one number per token.
+- Our operations: the host drops empty lengths, and on the device `searchsorted` lands on none. Logits and gradients
+  are the same bit for bit, which `tests/test_fixed_rows.py` tests.
+
+The CUDA kernels were read, not run. `benchmarks/gpu.py` runs each with and without the tail, and compares.
 """
 
 from __future__ import annotations
