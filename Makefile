@@ -96,7 +96,8 @@ bench: $(BIN)/.ready  ## all benchmarks, small
 	$(BIN)/python benchmarks/startup.py --samples 10000
 	$(BIN)/python benchmarks/throughput.py --rounds 1 --tokens 4096 --rows 1024 4096 \
 	  --only "HF flattening" "TRL bfd" "ours, bfd rows" "ours, planned" "ours, fixed"
-	$(BIN)/python benchmarks/throughput.py --rounds 1 --tokens 4096 --rows 4096 --model bamba
+	$(BIN)/python benchmarks/throughput.py --rounds 1 --tokens 4096 --rows 4096 --model bamba \
+	  --only "TRL padded" "ours, planned" "ours, fixed"
 	$(BIN)/python benchmarks/expect.py --rounds 1 --tokens 20000 --only narrow lognormal
 	$(BIN)/python benchmarks/compile.py --rows 4
 	$(BIN)/python benchmarks/gpu.py --device cpu --size tiny
