@@ -7,7 +7,8 @@ from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3NextConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trl_packing.cost import PairWork, RowCost, layer_kinds, linear_work
+from trl_packing.cost import PairWork, RowCost, linear_work
+from trl_packing.layers import layer_kinds
 
 
 def visible_pairs(length: int, reach: str, width: float) -> int:

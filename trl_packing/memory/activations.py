@@ -34,7 +34,7 @@ from typing import Any
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 
-from ..cost import _first, _has_mlp, _head_widths, _is_sparse, _mlp_width, _num_experts, _num_mlp_matrices, _reach
+from ..layers import first_set, has_mlp, head_widths, is_sparse, mlp_width, num_experts, num_mlp_matrices, reach_of
 
 # Chunk of our DeltaNet, and the largest of our Mamba-2.
 _CHUNK = 64
@@ -110,14 +110,14 @@ def layer_bytes(layer: nn.Module, config: Any, kind: str, index: int, numerics: 
     """
     c, width = numerics.compute, config.hidden_size
     kept = _norms(layer, width, numerics) + _inputs(layer, numerics)
-    if _reach(config, kind) is not None:
+    if reach_of(config, kind) is not None:
         kept += _attention(layer, config, c)
     if kind in ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"):
         kept += _linear_mixer(config, numerics)
     widest = 0
-    if kind in ("mlp", "moe") or (_has_mlp(config, kind) and not _has_single_blocks(config)):
-        sparse = kind == "moe" or (kind != "mlp" and _is_sparse(config, index))
-        feed_forward, widest = _experts(layer, config, c) if sparse else _mlp(config, _mlp_width(config, index), c)
+    if kind in ("mlp", "moe") or (has_mlp(config, kind) and not _has_single_blocks(config)):
+        sparse = kind == "moe" or (kind != "mlp" and is_sparse(config, index))
+        feed_forward, widest = _experts(layer, config, c) if sparse else _mlp(config, mlp_width(config, index), c)
         kept += feed_forward
     transient = c * (widest + 2 * width)
     adapted = [module for module in layer.modules() if isinstance(module, LoraLayer)]
@@ -176,9 +176,9 @@ def _autocast_copies(layer: nn.Module, numerics: Numerics) -> float:
 
 
 def _attention(layer: nn.Module, config: Any, c: int) -> float:
-    heads = _first(config, "num_attention_heads", default=1)
-    kv_heads = _first(config, "num_key_value_heads", default=heads)
-    qk_width, v_width = _head_widths(config)
+    heads = first_set(config, "num_attention_heads", default=1)
+    kv_heads = first_set(config, "num_key_value_heads", default=heads)
+    qk_width, v_width = head_widths(config)
     kept = c * (heads * (qk_width + v_width) + kv_heads * (qk_width + v_width)) + 4 * heads
     names = {name.rsplit(".", 1)[-1] for name, _ in layer.named_modules()}
     if names & {"q_norm", "q_layernorm"}:
@@ -190,23 +190,23 @@ def _attention(layer: nn.Module, config: Any, c: int) -> float:
 
 def _mlp(config: Any, inner: float, c: int) -> tuple[float, int]:
     """Bytes kept and the widest tensor, in elements."""
-    return c * inner * (3 if _num_mlp_matrices(config) == 3 else 1), int(inner)
+    return c * inner * (3 if num_mlp_matrices(config) == 3 else 1), int(inner)
 
 
 def _experts(layer: nn.Module, config: Any, c: int) -> tuple[float, int]:
     width = config.hidden_size
-    chosen = _first(config, "num_experts_per_tok", "num_experts_per_token", default=1)
-    inner = _first(config, "moe_intermediate_size", "intermediate_size", default=4 * width)
-    kept = chosen * _mlp(config, inner, c)[0] + c * chosen * width + 4 * _num_experts(config) + 64 * chosen
+    chosen = first_set(config, "num_experts_per_tok", "num_experts_per_token", default=1)
+    inner = first_set(config, "moe_intermediate_size", "intermediate_size", default=4 * width)
+    kept = chosen * _mlp(config, inner, c)[0] + c * chosen * width + 4 * num_experts(config) + 64 * chosen
     trained = [weight for weight in layer.parameters() if weight.ndim == 3 and weight.requires_grad]
     if trained:
         kept += trained[0].element_size() * chosen * (width + inner)
-    shared_inner = _first(
+    shared_inner = first_set(
         config,
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
         "moe_shared_expert_intermediate_size",
-        default=_first(config, "n_shared_experts", "num_shared_experts", default=0) * inner,
+        default=first_set(config, "n_shared_experts", "num_shared_experts", default=0) * inner,
     )
     if shared_inner:
         kept += _mlp(config, shared_inner, c)[0] + 2 * c * width
@@ -214,10 +214,10 @@ def _experts(layer: nn.Module, config: Any, c: int) -> tuple[float, int]:
 
 
 def _linear_mixer(config: Any, numerics: Numerics) -> float:
-    if _first(config, "linear_num_value_heads", default=0):
+    if first_set(config, "linear_num_value_heads", default=0):
         return _delta_net(config, numerics)
-    heads = _first(config, "mamba_n_heads", "mamba_num_heads", "num_heads", default=0)
-    state = _first(config, "mamba_d_state", "ssm_state_size", "state_size", default=0)
+    heads = first_set(config, "mamba_n_heads", "mamba_num_heads", "num_heads", default=0)
+    state = first_set(config, "mamba_d_state", "ssm_state_size", "state_size", default=0)
     if heads and state and getattr(config, "conv_L_cache", None) is None:
         return _mamba2(config, numerics, heads, state)
     return 8.0 * numerics.compute * config.hidden_size
@@ -235,12 +235,12 @@ def _delta_net(config: Any, numerics: Numerics) -> float:
 
 def _mamba2(config: Any, numerics: Numerics, heads: int, state: int) -> float:
     c = numerics.compute
-    width = _first(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim", default=0)
+    width = first_set(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim", default=0)
     inner = heads * width
-    groups = _first(config, "mamba_n_groups", "n_groups", "mamba_ngroups", default=1)
+    groups = first_set(config, "mamba_n_groups", "n_groups", "mamba_ngroups", default=1)
     if numerics.kernels:
         return float(c * (3 * inner + 2 * groups * state + heads))
-    chunk = min(_CHUNK, _first(config, "mamba_chunk_size", "chunk_size", default=_CHUNK))
+    chunk = min(_CHUNK, first_set(config, "mamba_chunk_size", "chunk_size", default=_CHUNK))
     scan = scan_values(heads, width, groups, state, chunk) * numerics.slots
     return float((8 + c) * (inner + 2 * groups * state) + 12 * inner + 4 * scan)
 
@@ -258,5 +258,5 @@ def scan_values(heads: int, width: int, groups: int, state: int, chunk: int) -> 
 
 def _has_single_blocks(config: Any) -> bool:
     """Nemotron-H has one block per layer: it mixes tokens or is an MLP."""
-    kinds = _first(config, "layer_types", "layers_block_type", default=())
+    kinds = first_set(config, "layer_types", "layers_block_type", default=())
     return not {"mlp", "moe"}.isdisjoint(kinds)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from ..cost import layer_kinds
 from ..errors import PackingError
+from ..layers import layer_kinds
 from .activations import LayerBytes, Numerics, layer_bytes
 from .model import build_on_meta, decoder_layers, quantised_weights, stored_bytes
 
