@@ -2,6 +2,8 @@
 
 import json
 import random
+import socket
+import time
 
 import datasets
 import numpy as np
@@ -11,6 +13,7 @@ from datasets import Dataset, DatasetDict
 from trl import DatasetMixtureConfig, SFTConfig
 
 from trl_packing import PackingError, samples
+from trl_packing.recipe.build import check_model_name
 from trl_packing.recipe.config import RecipeArguments
 from trl_packing.recipe.data import load_data
 from trl_packing.samples import validate_samples
@@ -203,6 +206,32 @@ def test_a_folder_of_two_kinds_is_refused_because_one_would_be_left_out(tmp_path
 def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name):
     assert f"{name!r} in `dataset_name` does not exist" in refusal(name)
     assert f"{name!r} in `datasets` does not exist" in refusal(mixture={"datasets": [{"path": name}]})
+
+
+@pytest.fixture
+def unreachable_hub(monkeypatch):
+    """A hub at a port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{probe.getsockname()[1]}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(unreachable_hub):
+    start = time.perf_counter()
+    with pytest.raises(PackingError, match=r"`dataset_name: some/data`.* 127.0.0.1 cannot be reached.*HF_HUB_OFFLINE"):
+        load("some/data")
+    with pytest.raises(PackingError, match=r"`model_name_or_path: some/model`.*HF_HUB_OFFLINE"):
+        check_model_name("some/model")
+    assert time.perf_counter() - start < 10
+
+
+def test_a_proxy_may_reach_the_hub(unreachable_hub, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    check_model_name("some/model")
 
 
 def test_a_hub_id_while_offline_is_one_sentence(monkeypatch):

@@ -25,6 +25,7 @@ from ..trainer import PackedSFTTrainer
 from .config import LaunchOptions, RecipeArguments, build_lora, parse_recipe
 from .data import load_data
 from .data.files import looks_local
+from .hub import check_hub
 
 RUN_TYPES = (RecipeArguments, PackedSFTConfig, ModelConfig, DatasetMixtureConfig)
 _RUN_FILES = ("adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
@@ -266,14 +267,14 @@ def _check_writable(name: str, folder: Path) -> None:
 
 def check_model_name(name: str) -> None:
     """
-    Check a local model's folder before anything is loaded.
+    Check a model's name before anything is loaded.
 
     Args:
         name (`str`):
             Hub id or folder.
 
     Raises:
-        [`PackingError`]: If a path does not exist, or the folder holds no model.
+        [`PackingError`]: If a path does not exist, the folder holds no model, or the hub cannot be reached.
     """
     folder = Path(name).expanduser()
     if not folder.exists():
@@ -281,6 +282,7 @@ def check_model_name(name: str) -> None:
             raise PackingError(
                 f"`model_name_or_path` is {name}, which does not exist. Relative paths start at {Path.cwd()}."
             )
+        check_hub(name, "model_name_or_path")
         return
     if not (folder / "config.json").is_file():
         hint = (

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...errors import PackingError
 from ...samples import validate_samples
+from ..hub import check_hub
 from .files import check_files, explain, is_saved_dataset, loader_for, looks_local
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ def _split(splits: Any, split: str, key: str, source: str) -> Any:
 def _check_hub_id(name: str, key: str) -> None:
     if looks_local(name):
         raise PackingError(f"The data {name!r} in `{key}` does not exist. Relative paths start at {Path.cwd()}.")
+    check_hub(name, key)
 
 
 def _ignore_config(script_args: ScriptArguments) -> None:
