@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ from trl_packing import (
 )
 from trl_packing._compat import is_available
 from trl_packing.lora.check import without_weights
-from trl_packing.lora.quantized import check_quantized_layers, refuse_idle_quantization
+from trl_packing.lora.quantized import (
+    check_quantized_layers,
+    refuse_idle_quantization,
+    refuse_undivided_weights,
+)
 from trl_packing.proof import AdapterProof
 from trl_packing.quickstart.tiny import byte_tokenizer
 from trl_packing.recipe import build_sft, parse_sft
@@ -105,6 +110,8 @@ def test_fsdp2_divides_4_bit_weights(tmp_path: Path) -> None:
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-4)
         assert rank["isolated"]
         assert rank["sharded"] == 1.0
+    with pytest.raises(AssertionError, match="Set `bnb_4bit_quant_storage: bfloat16`"):
+        train_by("fsdp2", tmp_path / "whole", **run | {"quantization": {"load_in_4bit": True}})
 
 
 # ---- what is refused
@@ -175,3 +182,12 @@ def test_packed_layers_count_with_their_real_size(dtype: torch.dtype) -> None:
     assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
     config = LoraConfig(r=2, target_modules=["k_proj"])
     assert check_lora_targets(quantised, config).num_trainable == check_lora_targets(model, config).num_trainable
+
+
+@pytest.mark.parametrize(("dtype", "divides"), [(torch.uint8, False), (torch.bfloat16, True)], ids=str)
+def test_storage_that_fsdp_would_not_divide_is_refused(dtype: torch.dtype, divides: bool) -> None:
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = PackedLinear(attention.k_proj, dtype)
+    with nullcontext() if divides else pytest.raises(PackingError, match=r"`model.layers.0.self_attn.k_proj`.*uint8"):
+        refuse_undivided_weights(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
@@ -84,3 +85,24 @@ def check_quantized_layers(model: nn.Module) -> None:
             f"are no numbers. Set `model_init_kwargs: {{quantization_config: {{load_in_4bit: true, "
             f"llm_int8_skip_modules: [{leaves}]}}}}` in place of `load_in_4bit`."
         )
+
+
+def refuse_undivided_weights(model: nn.Module) -> None:
+    """
+    Refuse 4-bit weights that FSDP would leave whole on every GPU, without a word.
+
+    Args:
+        model (`nn.Module`):
+            Loaded, before it is wrapped by FSDP.
+
+    Raises:
+        [`PackingError`]: If a weight is stored as whole numbers.
+    """
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and hasattr(weight, "quant_state") and not weight.is_floating_point():
+            raise PackingError(
+                f"FSDP divides weights that are stored as floating-point numbers, but the 4 bits of `{name}` are "
+                f"stored as {str(weight.dtype).removeprefix('torch.')}, and every GPU would hold all of them. Set "
+                "`bnb_4bit_quant_storage: bfloat16`, the dtype of the other weights."
+            )

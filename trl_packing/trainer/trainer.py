@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import is_peft_model
+from accelerate.utils import DistributedType, is_peft_model
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
@@ -27,6 +27,7 @@ from ..cost import RowCost
 from ..dataset import FragmentDataset, check_prepared, drop_masked_tokens
 from ..errors import PackingError
 from ..evaluation import FragmentLoss, TokenSums, sample_losses, token_metrics, write_jsonl
+from ..lora.quantized import refuse_undivided_weights
 from ..planning import TrainPlan, plan_evaluation
 from ..preflight import check_data, check_end_token, check_model, refuse_parallelism, refuse_settings
 from ..proof import AdapterProof, agreed, isolation_line, prove_isolation
@@ -136,6 +137,8 @@ class PackedSFTTrainer(ResumingTrainer):
         for name in ("packing", "padding_free", "eval_packing", "model_init_kwargs"):
             setattr(self.args, name, getattr(args, name))
         refuse_parallelism(self.accelerator.parallelism_config)
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            refuse_undivided_weights(self.model)
         self._padded_collator = self.data_collator
         self.data_collator = data_collator or packed_collator(self.args)
         self._image_collator = self._make_image_collator() if self._is_vision_dataset else None
