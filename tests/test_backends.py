@@ -74,7 +74,7 @@ def test_losses_are_those_of_one_process_and_parameters_are_divided(
     assert len(alone["losses"]) == 3
     for rank in ranks:
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        assert rank["isolated"]
+        assert rank.get("isolated"), rank.get("leak")
     if backend == "ddp":
         assert [rank["wrapped"] for rank in ranks] == ["DistributedDataParallel"] * 2
     if backend in ("ddp", "zero2"):
@@ -111,7 +111,7 @@ def test_the_log_says_where_a_probe_ran_differently(
     if backend not in BACKENDS:
         pytest.skip("DeepSpeed is not installed")
     for rank in train_by(backend, checkpoint / f"{backend}-noted", **options | {"max_steps": 1}):
-        assert rank["isolated"]
+        assert rank.get("isolated"), rank.get("leak")
         assert "gradient 0" in rank["proof"]
         assert f"The gradient probe ran {note}." in rank["proof"]
 

@@ -166,14 +166,15 @@ class Row:
 
     def _forward(self, tokens: np.ndarray, kwargs: dict[str, Any], eager: bool) -> torch.Tensor:
         compiled = self.is_compiled and not eager
-        model, context = (self.called, nullcontext()) if compiled else (self.model, self._leaf_embeddings())
+        context = nullcontext() if compiled else self._leaf_embeddings()
         input_ids = torch.from_numpy(tokens)[None].to(self.device)
         self.random_state.restore()
         self.leaves = []
         # Runs without boundaries take paths that training never takes; what transformers says of them would mislead.
         quiet = nullcontext() if "seq_idx" in kwargs else _quiet_transformers()
         with context, quiet, torch.enable_grad(), _eager_stance(self.is_compiled and eager):
-            output = model(input_ids=input_ids, use_cache=False, **kwargs)
+            # Also in eager mode the outermost module: FSDP2's hooks for the weights may sit there.
+            output = self.called(input_ids=input_ids, use_cache=False, **kwargs)
         logits = _logits_of(output, len(tokens))
         # Places of the vocabulary that a model masks would swamp every norm.
         logits = logits.masked_fill(logits <= torch.finfo(logits.dtype).min / 2, 0.0)
