@@ -202,6 +202,21 @@ def test_a_folder_of_two_kinds_is_refused_because_one_would_be_left_out(tmp_path
     assert "no data file" in refusal("none")
 
 
+@pytest.mark.parametrize(
+    "card", [None, "# Notes\n", "---\nconfigs:\n- config_name: default\n  data_files: train.jsonl\n---\n"]
+)
+def test_a_folder_whose_files_change_is_read_again(card, tmp_path, caplog):
+    file = lines(tmp_path / "folder" / "train.jsonl", {"text": "a"})
+    if card is not None:
+        (tmp_path / "folder" / "README.md").write_text(card)
+    assert load("folder")[0]["text"] == ["a"]
+    lines(file, {"text": "b"}, {"text": "c"})
+    assert load("folder")[0]["text"] == ["b", "c"]
+    # `datasets:` loads through TRL, which has no way to say it.
+    load(mixture={"datasets": [{"path": "folder"}]})
+    assert ("even if its files change" in caplog.text) == ("configs:" in (card or ""))
+
+
 @pytest.mark.parametrize("name", ["gone.jsonl", "./gone", "a/b/c", "~/gone-folder"])
 def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name):
     assert f"{name!r} in `dataset_name` does not exist" in refusal(name)

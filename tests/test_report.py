@@ -146,7 +146,7 @@ def test_too_few_rows_for_the_ranks_are_named() -> None:
     plan = plan_packs([100] * 3, 100)
     sampler = RankedBatchSampler(lambda epoch: plan, num_epochs=1, num_ranks=8)
     report = PlanReport.from_plan(plan, batch_size=1, rows_per_step=8, sampler=sampler, num_epochs=500)
-    assert "3 rows are too few for 8 ranks: 5 train on nothing." in report.warnings()[0]
+    assert "3 rows cannot keep 8 ranks busy." in report.warnings()[0]
 
 
 def test_idle_is_the_samplers_simulation() -> None:

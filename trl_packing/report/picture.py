@@ -99,7 +99,7 @@ def _draw_fill(axes: Any, report: PlanReport) -> None:
     label = {"ha": "center", "fontsize": 11}
     pads = "\nthe rest pads" if report.padding_share else "no pads"
     text = f"padded batches of {report.batch_size}: {1 - report.padding_share:.1%} tokens, {pads}"
-    axes.text(50, 30, text, color="white", **label)
+    axes.text(50, 8, text, color="white", **label)
     text = f"{report.fill_rate:.1%} full" if report.token_budget else "no pads"
     axes.text(50, 89, f"packed rows: {text}", color=_DARK, weight="bold", **label)
     axes.set_title("How full rows and batches are", fontsize=11)

@@ -288,8 +288,8 @@ class PlanReport:
             )
         if self.num_rows < self.num_ranks:
             found.append(
-                f"{self.num_rows} rows are too few for {self.num_ranks} ranks: "
-                f"{self.num_ranks - self.num_rows} train on nothing. Use fewer ranks, or lower `token_budget`."
+                f"{self.num_rows} row{'' if self.num_rows == 1 else 's'} cannot keep {self.num_ranks} ranks busy. Use "
+                "fewer ranks, or lower `token_budget`."
             )
         lost = self.num_cut_tokens + self.num_dropped_tokens
         if lost > 0.05 * self.num_tokens:
@@ -297,7 +297,9 @@ class PlanReport:
                 f"{lost / self.num_tokens:.0%} of all tokens are lost to `max_length`. Raise it, or set "
                 "`overlong: split`."
             )
-        if self.token_budget and self.fill_rate < 0.95 and self.num_rows > self.num_ranks:
+        # Where rows are few, the last one shows, and no other setting would fill it.
+        fewest = -(-self.num_trained_tokens // (self.token_budget or 1))
+        if self.token_budget and self.fill_rate < 0.95 and self.num_rows > max(self.num_ranks, fewest + 1):
             found.append(
                 f"Rows are only {self.fill_rate:.1%} full. A larger `token_budget` or `packing_order: best_fit` fills "
                 "them better."

@@ -55,8 +55,8 @@ def _lines(report: PlanReport) -> list[tuple[str, str, str]]:
         (
             "padded instead",
             f"{report.padded_optimizer_steps:,}",
-            f"steps of {report.padded_tokens_per_step:,.0f} tokens, at {report.batch_size} "
-            f"sample{_s(report.batch_size)} a micro-step",
+            f"step{_s(report.padded_optimizer_steps)} of {report.padded_tokens_per_step:,.0f} tokens, at "
+            f"{report.batch_size} sample{_s(report.batch_size)} a micro-step",
         ),
         (
             "pads saved",

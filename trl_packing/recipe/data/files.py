@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -81,6 +82,34 @@ def check_files(path: Path) -> None:
             f"A data folder holds files of one kind, because only one is read, but {path} has {found}. Use one folder "
             "for each kind, and `datasets:` to mix them."
         )
+
+
+def has_card_configs(folder: Path) -> bool:
+    """Whether a data card in this folder says which files belong to which configuration."""
+    card = folder / "README.md"
+    return card.is_file() and any(line.startswith("configs:") for line in card.read_text("utf-8").splitlines())
+
+
+def cache_folder(folder: Path) -> str | None:
+    """
+    Give a folder with a data card a cache of its own for every state of its files.
+
+    Args:
+        folder (`Path`):
+            Existing folder of data files.
+
+    Returns:
+        `str`, *optional*: For `cache_dir`. `None` where `datasets` sees by itself that files have changed: with
+            configurations in a card it does not, and gives what it has read before.
+    """
+    import datasets
+
+    if not has_card_configs(folder):
+        return None
+    digest = hashlib.sha256(str(folder.resolve()).encode())
+    for file in [folder / "README.md", *_data_files(folder)]:
+        digest.update(f"{file.relative_to(folder)} {file.stat().st_size} {file.stat().st_mtime_ns}\n".encode())
+    return str(Path(datasets.config.HF_DATASETS_CACHE, f"{folder.resolve().name}-{digest.hexdigest()[:16]}"))
 
 
 def explain(path: Path) -> str | None:

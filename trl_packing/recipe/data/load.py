@@ -14,7 +14,7 @@ import numpy as np
 from ...errors import PackingError
 from ...samples import validate_samples
 from ..hub import check_hub
-from .files import check_files, explain, is_saved_dataset, loader_for, looks_local
+from .files import cache_folder, check_files, explain, has_card_configs, is_saved_dataset, loader_for, looks_local
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -82,7 +82,10 @@ def _load_named(script_args: ScriptArguments) -> Any:
     check_files(path)
     with _one_sentence(f"`{path}`", [path]):
         if path.is_dir():
-            return datasets.load_dataset(str(path), name=script_args.dataset_config, streaming=streaming)
+            cache = cache_folder(path)
+            return datasets.load_dataset(
+                str(path), name=script_args.dataset_config, streaming=streaming, cache_dir=cache
+            )
         _ignore_config(script_args)
         return datasets.load_dataset(_loader(path), data_files={"train": str(path.resolve())}, streaming=streaming)
 
@@ -136,6 +139,11 @@ def _local_files(path: Path, split: str) -> tuple[str, Any] | None:
         return _loader(path), str(path.resolve())
     if not is_saved_dataset(path):
         check_files(path)
+        if has_card_configs(path):
+            logger.warning(
+                f"`datasets` reads {path} once and then from its cache, even if its files change, because its "
+                "README.md has `configs:`. Give `data_files` too where they do."
+            )
         return None
     folder = path / _base_split(split) if (path / "dataset_dict.json").is_file() else path
     if not folder.is_dir():
