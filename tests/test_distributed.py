@@ -129,10 +129,13 @@ def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(where, uninterrupte
 
 
 def test_evaluating_before_training_keeps_ranks_together(tmp_path):
-    first = train_on(2, tmp_path / "first", evaluate_first=True, max_steps=3, **PACKED)
+    """And a streamed evaluation set beside a training set that is none gives the same loss."""
+    first = train_on(2, tmp_path / "first", evaluate_first=True, eval_streaming=True, max_steps=3, **PACKED)
     second = train_on(2, tmp_path / "second", max_steps=3, **PACKED)
     assert first[0]["weights"] == first[1]["weights"]
     assert first[0]["losses"] == second[0]["losses"]
+    for rank in (*first, *second):
+        assert rank["eval_loss"] == pytest.approx(second[0]["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,16 @@ def test_rows_are_full():
     assert sum(lengths) / (1_000 * len(rows)) > 0.99
 
 
+def test_rows_are_not_ordered_by_length():
+    """TRL's packing of a stream sorts every window of it: long samples first, then shorter and shorter ones."""
+    lengths = np.array(lengths_of(3_000))
+    rows = [lengths[row[:, 0]] for row in stream_packs(lengths.tolist(), 1_000)]
+    longest = np.array([row.max() for row in rows])
+    assert abs(np.corrcoef(np.arange(longest.size), longest)[0, 1]) < 0.2
+    falling = np.concatenate([np.diff(row) < 0 for row in rows])
+    assert 0.4 < falling.mean() < 0.6
+
+
 def test_the_samples_that_wait_are_bounded():
     packer = StreamPacker(1_000, num_open_rows=4)
     lengths = lengths_of(2_000)
