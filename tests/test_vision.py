@@ -184,6 +184,19 @@ def test_wrong_positions_stop_the_run_before_step_1(tmp_path: Any) -> None:
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+def test_rounding_in_half_precision_is_no_leak(how: str, tmp_path: Any) -> None:
+    """Another row length rounds otherwise in Gated DeltaNet. Images in the wrong place are still seen."""
+    register_ops()
+    model = tiny_vision_model("qwen3_5", "varlen")
+    model = model.to(torch.bfloat16) if how == "weights" else model
+    trainer = vision_trainer(tmp_path, "qwen3_5", model=model, bf16=how == "autocast", max_steps=1)
+    trainer.train()
+    trainer._image_collator.rope_index = None
+    with pytest.raises(LeakError, match="other logits in a packed row than alone"):
+        check_images(trainer.model, trainer._image_collator, samples_to_prove(trainer.train_dataset))
+
+
 def test_the_check_leaves_the_model_as_it_was(tmp_path: Any) -> None:
     trainer = vision_trainer(tmp_path, "qwen2_5_vl")
     assert trainer.model.model.rope_deltas is None
