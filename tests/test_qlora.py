@@ -37,6 +37,7 @@ from trl_packing.lora.quantized import (
 from trl_packing.proof import AdapterProof
 from trl_packing.quickstart.tiny import byte_tokenizer
 from trl_packing.recipe import build_sft, parse_sft
+from trl_packing.recipe.plan import estimate_sft
 
 needs_bitsandbytes = pytest.mark.skipif(not is_available("bitsandbytes"), reason="bitsandbytes is not installed")
 # The storage that FSDP2 can divide.
@@ -191,3 +192,19 @@ def test_storage_that_fsdp_would_not_divide_is_refused(dtype: torch.dtype, divid
     attention.k_proj = PackedLinear(attention.k_proj, dtype)
     with nullcontext() if divides else pytest.raises(PackingError, match=r"`model.layers.0.self_attn.k_proj`.*uint8"):
         refuse_undivided_weights(model)
+
+
+@needs_bitsandbytes
+def test_the_memory_estimate_sees_4_bits_however_they_are_set(tmp_path: Path) -> None:
+    words = [*words_for("llama_1b", tmp_path, "bfloat16"), "--bf16", "false"]
+    estimates = []
+    given = '{"quantization_config": {"load_in_4bit": true, "bnb_4bit_use_double_quant": true}}'
+    for changes in (
+        [],
+        ["--load_in_4bit", "true", "--use_bnb_nested_quant", "true"],
+        ["--model_init_kwargs", given],
+    ):
+        script, training, model, _, _ = parse_sft([*words, *changes])
+        estimates.append(estimate_sft(script, training, model, mixed_precision=False))
+    plain, by_switch, by_mapping = (estimate.weights for estimate in estimates)
+    assert by_mapping == by_switch < 0.8 * plain

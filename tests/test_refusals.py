@@ -162,6 +162,17 @@ def test_a_cache_switched_on_in_the_config_leaks_nothing(tmp_path):
     assert trainer.isolation_report.ok
 
 
+def test_a_decoder_that_trls_loss_cannot_find_is_refused(tmp_path):
+    """Llama 4's text model: stock TRL stops in the first step, for a missing `last_hidden_state`."""
+    model = model_of(model_type="llama4_text")
+    with pytest.raises(PackingError, match="decoder of Llama4ForCausalLM under `language_model`"):
+        packed_trainer(tmp_path, conversations(2), model=model)
+    model.base_model_prefix = "model"
+    trainer = packed_trainer(tmp_path, conversations(4), model=model, max_steps=1)
+    trainer.train()
+    assert trainer.isolation_report.ok
+
+
 def test_attention_is_chosen_with_a_reason():
     config = LlamaConfig(hidden_size=64, num_attention_heads=4)
     assert choose_attention(config, "float32", torch.device("cpu"))[0] == "varlen"

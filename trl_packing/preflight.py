@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import is_flash_attn_2_available
 
 from . import _compat
@@ -223,6 +228,11 @@ def check_model(model: nn.Module, peft_config: Any) -> Any:
     """
     refuse_unsupported(model)
     check_quantized_layers(model)
+    if isinstance(model, PreTrainedModel) and model.base_model is model:
+        raise PackingError(
+            f"TRL's loss looks for the decoder of {type(model).__name__} under `{model.base_model_prefix}`, where "
+            "there is none. Load the model yourself and set `model.base_model_prefix` to the name of its decoder."
+        )
     # Read by every layer's cache logic, and a cache lets attention see the whole row.
     config = getattr(model, "config", None)
     if config is not None:

@@ -6,12 +6,13 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, BitsAndBytesConfig, GenerationConfig, PretrainedConfig
 from trl import DatasetMixtureConfig, ModelConfig, get_quantization_config
 
 from ..config import PackedSFTConfig
 from ..cost import RowCost
 from ..errors import PackingError
+from ..lora.quantized import quantizes_with_bitsandbytes
 from ..memory import MemoryEstimate, estimate_memory
 from ..planning import TrainPlan
 from ..quickstart import resolve_model
@@ -116,7 +117,7 @@ def estimate_sft(
             config,
             row_tokens=row_tokens,
             peft_config=build_lora(model_args, lora_mapping(script_args.lora_config)),
-            quantization_config=get_quantization_config(model_args),
+            quantization_config=_quantization(model_args, training_args),
             dtype=model_args.dtype or "float32",
             mixed_precision=mixed_precision,
             gradient_checkpointing=training_args.gradient_checkpointing,
@@ -124,6 +125,14 @@ def estimate_sft(
             num_ranks=num_ranks,
             segments_per_row=segments_per_row,
         )
+
+
+def _quantization(model_args: ModelConfig, training_args: PackedSFTConfig) -> Any:
+    """What the weights are quantised with, whichever way it is set."""
+    given = (training_args.model_init_kwargs or {}).get("quantization_config")
+    if isinstance(given, dict) and quantizes_with_bitsandbytes(given):
+        given = BitsAndBytesConfig(**given)
+    return get_quantization_config(model_args) if given is None else given
 
 
 def _prepare(config: PretrainedConfig, tokenizer: Any, samples: Dataset, args: PackedSFTConfig) -> Dataset:
