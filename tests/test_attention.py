@@ -6,6 +6,7 @@ from tiny_models import tiny_model
 
 from trl_packing import Boundaries, PackingError, register_ops, unregister_ops
 from trl_packing.memory import measured_peak
+from trl_packing.ops import attention
 from trl_packing.ops.attention import naive_attention, segment_attention, split_into_chunks
 from trl_packing.ops.masked_attention import masked_attention
 
@@ -250,3 +251,20 @@ def test_peak_memory_of_forward_and_backward_grows_with_the_row(form, option):
         return measured_peak(run)
 
     assert peak(2048) < 2.5 * peak(1024)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+def test_scores_computed_again_give_the_gradients_of_scores_kept(varlen, monkeypatch, use_reentrant):
+    """Blocks of a long segment, and gradient checkpointing around them."""
+    kwargs = Boundaries.from_lengths([40, 3, 21]).to_model_kwargs(host_offsets=True)
+    input_ids = torch.randint(3, 128, (1, 64), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for block in (512, 8):
+        monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
+        model = tiny_model("gemma2", attn_implementation=varlen, sliding_window=64).double().train()
+        if use_reentrant is not None and block == 8:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        model(input_ids, use_cache=False, **kwargs).logits.square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-10)
