@@ -29,17 +29,16 @@ def main() -> None:
     shares = np.linspace(0, min(highest, 0.95), 200)
     axes.plot(shares, 1 / (1 - shares), color="0.55", label="1 / (1 - padding share)")
     for row in content["rows"]:
-        axes.plot(row["padding share"], row["speed-up"], "o", color="C0", label=None)
+        axes.plot(row["padding share"], row["speed-up"], "o", color="C0")
         axes.annotate(
             row["lengths"],
             (row["padding share"], row["speed-up"]),
-            xytext=(-8, 4),
+            xytext=(5, -13),
             textcoords="offset points",
-            ha="right",
         )
     axes.plot([], [], "o", color="C0", label="measured, ours against TRL padded in batches of 16")
     axes.set_xlim(0)
-    axes.set_ylim(0)
+    axes.set_ylim(0, 1.15 * max(1 / (1 - shares[-1]), *(row["speed-up"] for row in content["rows"])))
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.yaxis.set_major_formatter("{x:g}x")
     axes.set_xlabel("share of pads in the padded batches")
