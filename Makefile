@@ -8,7 +8,7 @@ CPU := not gpu and not kernels and not network
 # Two processes, a whole module in one of them, so that module fixtures are made once.
 PARALLEL ?= -n 2 --dist loadscope
 
-.PHONY: help setup quickstart test test-fast test-compat test-kernels test-backends audit lint bench clean
+.PHONY: help setup quickstart test test-fast test-install test-compat test-kernels test-backends audit lint bench clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -37,6 +37,9 @@ test: $(BIN)/.ready lint  ## all tests but gpu and kernels
 
 test-fast: $(BIN)/.ready  ## the fast tier
 	$(BIN)/python -m pytest $(PARALLEL) -m "$(CPU) and not slow"
+
+test-install: $(BIN)/.ready  ## fresh environments by pip, by uv and editable; needs a package registry
+	$(BIN)/python -m pytest -q -m network tests/test_install.py
 
 # The fast tier at the oldest transformers, and at the newest, for which no usable kernels exists. See _compat.py.
 COMPAT := .compat/5.20.2 .compat/5.24.0
