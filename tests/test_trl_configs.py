@@ -36,7 +36,7 @@ CHATS = conversations(NUM_SAMPLES)
 TEXTS = [{"text": f"{first['content']} {second['content']}"} for first, second in (c["messages"] for c in CHATS)]
 PLAIN_PAIRS = [{"prompt": c["messages"][0]["content"], "completion": c["messages"][1]["content"]} for c in CHATS]
 SHAREGPT = [
-    {"conversations": [{"from": "human", "value": a["content"]}, {"from": "gpt", "value": b["content"]}]}
+    {"conversations": [{"from": "user", "value": a["content"]}, {"from": "assistant", "value": b["content"]}]}
     for a, b in (c["messages"] for c in CHATS)
 ]
 SYSTEM = [{"messages": [{"role": "system", "content": "Be brief."}, *c["messages"]]} for c in CHATS]
