@@ -161,6 +161,7 @@ def test_a_cache_beside_boundaries_is_refused() -> None:
         ("xlstm", "xLSTMLayer"),
         ("zaya", "ZayaCCAProjection"),
         ("mpt", "MptAttention"),
+        ("cpmant", "CpmAntModel"),
         ("deepseek_v4", "DeepseekV4CSACompressor"),
         ("blt", "BltPatcher"),
         ("reformer", "LSHSelfAttention"),

@@ -81,6 +81,7 @@ UNSUPPORTED = {
     "DeepseekV4HCACompressor": "it compresses tokens by their place in the row",
     "DeepseekV4CSACompressor": "it compresses tokens by their place in the row",
     "MptAttention": "its bias and its mask run over the row",
+    "CpmAntModel": "it puts prompt tokens of its own in front of the row",
     "BltPatcher": "it cuts patches by the row's bytes",
     "LSHSelfAttention": "it sorts the row's tokens into buckets",
     "LocalSelfAttention": "it cuts the row into blocks",
