@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.mixtral import modeling_mixtral
 
 from ..boundaries import Boundaries
@@ -57,6 +58,28 @@ def balancing_tokens(config: Any, boundaries: Boundaries | None, *, is_filler: b
         modeling_mixtral.load_balancing_loss_func = balancing_loss
         for name in lent:
             delattr(config, name)
+
+
+def has_routers(model: nn.Module) -> bool:
+    """
+    Say whether a model has a layer whose router's logits it would return. Some sizes of a family of experts are dense.
+
+    Args:
+        model (`nn.Module`):
+            Loaded, with or without adapters.
+
+    Returns:
+        `bool`: Also true for a model that does not declare which layers those are.
+    """
+    kinds = {type(module) for module in model.modules()}
+    recorders: list[Any] = []
+    for module in model.modules():
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+        recorders += recorded if isinstance(recorded, list | tuple) else [recorded]
+    targets = [getattr(recorder, "target_class", recorder) for recorder in recorders]
+    if not targets or not all(isinstance(target, type) for target in targets):
+        return True
+    return any(issubclass(kind, target) for kind in kinds for target in targets)
 
 
 def _names_of_trl(config: Any) -> dict[str, Any]:

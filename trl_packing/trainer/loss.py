@@ -30,6 +30,7 @@ class TokenLossTrainer(SFTTrainer):  # type: ignore[misc]
     _rank_idle: float | None
     _replaces_nan_losses: bool
     _text_config: Any
+    aux_loss_enabled: bool
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a micro-step. For the log, a loss that is not finite becomes the interval's mean so far."""

@@ -32,6 +32,7 @@ from ..planning import TrainPlan, plan_evaluation
 from ..preflight import check_data, check_end_token, check_model, refuse_parallelism, refuse_settings
 from ..proof import AdapterProof, agreed, isolation_line, prove_isolation
 from ..register import register_ops
+from ..register.router import has_routers
 from ..report import simulated_steps
 from ..sampler import RankedBatchSampler
 from ..streaming import RowStream
@@ -146,6 +147,9 @@ class PackedSFTTrainer(ResumingTrainer):
         # The Trainer's filter reads the device twice per micro-step; `training_step` does the same without.
         self._replaces_nan_losses = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = False
+        if self.aux_loss_enabled and not has_routers(self.model):
+            # Upstream's balancing loss fails on a dense model of a family of experts.
+            self.aux_loss_enabled = self._text_config.output_router_logits = False
         # Upstream's hook would scale the noise by the row's length; `compute_loss` adds it by sample.
         self.neftune_noise_alpha = None
         # Token sums are normalised by us, whatever the model's own loss accepts.
