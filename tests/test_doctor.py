@@ -179,18 +179,37 @@ def test_a_check_that_fails_is_no_success(bamba: Path, capsys: Any, monkeypatch:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--model", "some/model"], ["some/model", "offline"]),
-        (["--model", "./nothing"], ["`--model` is ./nothing", "does not exist"]),
         (["--config", "nothing"], ["'nothing'", "Known configs"]),
         (["--config", "quickstart_tiny", "--lora_rr", "3"], ["`--lora_rr`"]),
-        (["--config", "quickstart_tiny", "--lora_config", '{"rr": 1}'], ["`rr`"]),
     ],
-    ids=["hub", "path", "config", "option", "adapters"],
+    ids=["config", "option"],
 )
 def test_wrong_usage_is_one_sentence(words: list[str], parts: list[str], capsys: Any) -> None:
     code, out, err = call(capsys, "doctor", *words)
     assert (code, out) == (2, "")
     assert all(part in sentence(err) for part in parts), err
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--model", "some/model"], ["some/model", "offline"]),
+        (["--model", "./nothing"], ["`--model` is ./nothing", "does not exist"]),
+        (["--config", "quickstart_tiny", "--lora_config", '{"rr": 1}'], ["`rr`"]),
+    ],
+    ids=["hub", "path", "adapters"],
+)
+def test_without_a_model_the_environment_is_shown_all_the_same(
+    words: list[str], parts: list[str], capsys: Any
+) -> None:
+    code, out, err = call(capsys, "doctor", *words)
+    assert code == 2
+    assert "Environment" in out
+    assert out.endswith("Result: no model was checked.\n")
+    assert all(part in sentence(err) for part in parts), err
+    report = json.loads(call(capsys, "doctor", *words, "--json")[1])
+    assert (report["ok"], report["models"]) == (False, [])
+    assert report["environment"]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import json
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import LeakError, MissingDependencyError, PackingError
 from .environment import OK, read_environment
@@ -51,24 +52,27 @@ def main(argv: Sequence[str]) -> int:
         parser.error("argument --model: it is empty")
     if own.picture is not None and (obstacle := _why_not_written(own.picture)) is not None:
         parser.error(f"argument --picture: {own.picture} cannot be written, because {obstacle}")
+    report, problem = None, ""
     try:
         # What libraries print is no result.
         with contextlib.redirect_stdout(sys.stderr):
-            environment = read_environment()
-            usable = all(entry.status == OK for entry in environment if entry.required)
-            models = _examine(own.config, own.model, rest, own.picture is not None) if usable else []
-            report = DoctorReport(tuple(environment), tuple(models))
+            examine = _examination(own.config, own.model, rest, influence=own.picture is not None)
+            report = DoctorReport(tuple(read_environment()), ())
+            if all(entry.status == OK for entry in report.environment if entry.required):
+                report = replace(report, models=tuple(examine()))
             for file in report.save_pictures(own.picture) if own.picture is not None else []:
                 print(f"{parser.prog}: drew {file}", file=sys.stderr)
     except (PackingError, LeakError, MissingDependencyError) as error:
-        message = " ".join(str(error).split())
+        problem = " ".join(str(error).split())
         if own.model is not None:
-            message = message.replace("`model_name_or_path`", "`--model`")
-        print(f"{parser.prog}: {message}", file=sys.stderr)
+            problem = problem.replace("`model_name_or_path`", "`--model`")
+    if report is not None:
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(report.to_dict(), indent=2) if own.json else report.to_text(), flush=True)
+    if problem:
+        print(f"{parser.prog}: {problem}", file=sys.stderr)
         return 2
-    with contextlib.suppress(BrokenPipeError):
-        print(json.dumps(report.to_dict(), indent=2) if own.json else report.to_text(), flush=True)
-    return 0 if report.ok else 1
+    return 0 if report is not None and report.ok else 1
 
 
 def _why_not_written(file: Path) -> str | None:
@@ -81,14 +85,16 @@ def _why_not_written(file: Path) -> str | None:
     return None if os.access(file.parent, os.W_OK) else f"{file.parent} is read-only"
 
 
-def _examine(config: str | None, model: str | None, rest: list[str], influence: bool) -> list[ModelReport]:
-    from ..quickstart import TINY_NAMES
-    from .examine import examine_model, examine_run, examine_tiny
-
+def _examination(
+    config: str | None, model: str | None, rest: list[str], *, influence: bool
+) -> Callable[[], Iterable[ModelReport]]:
+    """Read what the words ask for, and give what does it."""
     if model is not None:
-        return [examine_model(model, influence=influence)]
+        return lambda: [_examiners().examine_model(model, influence=influence)]
     if config is None:
-        return [examine_tiny(architecture, influence=influence) for architecture in TINY_NAMES.values()]
+        from ..quickstart import TINY_NAMES
+
+        return lambda: [_examiners().examine_tiny(name, influence=influence) for name in TINY_NAMES.values()]
     import torch
 
     from ..recipe import parse_sft
@@ -96,4 +102,11 @@ def _examine(config: str | None, model: str | None, rest: list[str], influence: 
     # A config for a GPU is checked here in its dtype, but without autocast.
     no_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]
     script, training, model_args, _, _ = parse_sft(["--config", config, *rest, *no_gpu], prog="trl-packing doctor")
-    return [examine_run(script, training, model_args, influence=influence)]
+    return lambda: [_examiners().examine_run(script, training, model_args, influence=influence)]
+
+
+def _examiners() -> Any:
+    # It needs torch and transformers, which may be what is missing.
+    from . import examine
+
+    return examine

@@ -85,6 +85,8 @@ class DoctorReport:
         broken = [entry.name for entry in self.environment if entry.required and entry.status != OK]
         if broken:
             return f"Result: nothing was checked, because of {', '.join(broken)}."
+        if not self.models:
+            return "Result: no model was checked."
         bad = [model.name for model in self.models if not model.ok]
         if bad:
             return f"Result: NOT PROVEN for {', '.join(bad)}. Packed training would stop before its first step."
