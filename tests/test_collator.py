@@ -141,6 +141,17 @@ def test_row_info_counts_real_tokens_only():
     assert (info.fragments, info.num_targets, info.num_tokens, info.num_segments) == ((4, 9), 2, 5, 2)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["row", "padded"])
+def test_every_segment_of_a_sample_that_came_packed_has_its_number(padded):
+    stock = DataCollatorForLanguageModeling(pad_token_id=0)
+    collate = PaddedCollator(stock) if padded else RowCollator(PackedCollator())
+    batch = collate([sample(1, 2, 3, 4, 5, seq_lengths=[2, 3], fragment=0), sample(6, 7, seq_lengths=[2], fragment=1)])
+    info = batch[ROW_INFO]
+    assert (info.fragments, info.num_targets, info.num_tokens, info.num_segments) == ((0, 0, 1), 4, 7, 3)
+    if padded:
+        assert batch["input_ids"].tolist() == [[1, 2, 0], [3, 4, 5], [6, 7, 0]]
+
+
 def test_a_filler_row_has_no_target_and_counts_nowhere():
     for collate in (RowCollator(PackedCollator()), PaddedCollator(DataCollatorForLanguageModeling(pad_token_id=0))):
         batch = collate([])

@@ -98,6 +98,52 @@ def test_a_split_samples_fragments_are_added_up(tmp_path):
         assert entry["num_tokens"] == lengths[entry["sample"]] - parts
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_per_sample_losses_of_a_stream_are_those_of_the_data(num_workers, tmp_path):
+    path = tmp_path / "losses.jsonl"
+    data = Dataset.from_list(conversations(6, seed=1))
+    written = []
+    for eval_data in (data, data.to_iterable_dataset(num_shards=3)):
+        trainer = packed_trainer(
+            tmp_path,
+            conversations(4),
+            eval_data=eval_data,
+            packing=True,
+            eval_per_sample=str(path),
+            dataloader_num_workers=num_workers,
+        )
+        trainer.evaluate()
+        written.append([json.loads(line) for line in path.read_text().splitlines()])
+    assert [entry["sample"] for entry in written[1]] == list(range(6))
+    assert [entry["num_tokens"] for entry in written[1]] == [entry["num_tokens"] for entry in written[0]]
+    losses = [[entry["loss"] for entry in entries] for entries in written]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("eval_packing", [True, False])
+def test_per_sample_losses_of_data_that_came_packed_hold_all_its_segments(eval_packing, trained, tmp_path):
+    path = tmp_path / "losses.jsonl"
+    ids = [list(range(5, 15)), list(range(20, 35)), list(range(40, 46))]
+    rows = [{"input_ids": row, "seq_lengths": sizes} for row, sizes in zip(ids, ([4, 6], [15], [3, 3]), strict=True)]
+    parts = [ids[0][:4], ids[0][4:], ids[1], ids[2][:3], ids[2][3:]]
+    model = trained_model(trained, "eager").eval()
+    alone = [gradients_alone(model, [{"input_ids": part, "labels": part}])[0] for part in parts]
+    trainer = packed_trainer(
+        tmp_path,
+        conversations(4),
+        model=trained_model(trained),
+        eval_data=Dataset.from_list(rows),
+        packing=True,
+        eval_packing=eval_packing,
+        eval_per_sample=str(path),
+    )
+    trainer.evaluate()
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [entry["num_tokens"] for entry in written] == [8, 14, 4]
+    expected = [np.average(alone[:2], weights=[3, 5]), alone[2], np.average(alone[3:])]
+    np.testing.assert_allclose([entry["loss"] for entry in written], expected, rtol=1e-5)
+
+
 def test_compute_metrics_sees_every_predicted_token_once(reference, trained, tmp_path):
     data, _, counts = reference
     seen = {}

@@ -148,7 +148,8 @@ class RowInfo:
         boundaries ([`Boundaries`] or `None`):
             Of the packed row; `None` for a padded batch.
         fragments (`tuple[int, ...]`):
-            Fragment number of each segment, or of each row of a padded batch. A filler row has none.
+            Fragment number of each segment, or of each row of a padded batch. Segments of a sample that came packed
+            share one. A filler row has none.
         num_targets (`int`):
             Tokens whose loss counts.
         num_tokens (`int`):
@@ -192,7 +193,7 @@ class RowCollator:
         targets = target_positions(row["labels"][:, 1:])
         info = RowInfo(
             boundaries=boundaries,
-            fragments=tuple(sample["fragment"] for sample in samples),
+            fragments=tuple(part["fragment"] for sample in samples for part in _segments(sample)),
             num_targets=targets.size,
             num_tokens=boundaries.num_real_tokens if samples else 0,
             num_segments=(boundaries.num_segments - bool(boundaries.num_alignment_tokens)) if samples else 0,
@@ -204,7 +205,8 @@ class RowCollator:
 @dataclass
 class PaddedCollator:
     """
-    A padded batch with its [`RowInfo`], for evaluation with `eval_packing: false`.
+    A padded batch with its [`RowInfo`], for evaluation with `eval_packing: false`. A sample that came packed becomes
+    one row per segment.
 
     Args:
         collator (`Callable`):
@@ -214,6 +216,7 @@ class PaddedCollator:
     collator: Callable[[list[Any]], dict[str, Any]]
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        samples = [part for sample in samples for part in _segments(sample)]
         batch = self.collator(list(samples or _FILLER))
         targets = target_positions(batch["labels"][:, 1:])
         info = RowInfo(
@@ -225,6 +228,17 @@ class PaddedCollator:
             target_positions=targets,
         )
         return {**batch, ROW_INFO: info}
+
+
+def _segments(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The segments of a sample, which are several if it came packed."""
+    if sample.get("seq_lengths") is None:
+        return [sample]
+    parts: list[Mapping[str, Any]] = []
+    for length, end in zip(sample["seq_lengths"], np.cumsum(sample["seq_lengths"]), strict=True):
+        columns = {name: sample[name][end - length : end] for name in ("input_ids", "labels") if name in sample}
+        parts.append({**columns, "fragment": sample["fragment"]})
+    return parts
 
 
 def target_positions(labels: torch.Tensor) -> _Ints:

@@ -96,7 +96,7 @@ def fragment_losses(per_token_nll: torch.Tensor, is_target: torch.Tensor, info: 
             Of a packed row, or of a padded batch with one fragment per row.
 
     Returns:
-        `list[FragmentLoss]`: In row order.
+        `list[FragmentLoss]`: One per segment, or per row of a padded batch, in row order.
     """
     losses, targets = per_token_nll.double().cpu(), is_target.cpu()
     if info.boundaries is None:

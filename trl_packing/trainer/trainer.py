@@ -254,7 +254,9 @@ class PackedSFTTrainer(ResumingTrainer):
         collate = PaddedCollator(self._padded_collator) if mode == "padded" else packed_rows
         if not isinstance(dataset, Dataset):
             stream = self._stream(dataset, mode == "packed", self.args.per_device_eval_batch_size, 1)
-            return self._loader(stream, None, collate)
+            # Several workers would each number the samples of their own shards, and not in data order.
+            in_order = self.args.eval_per_sample is not None
+            return self._loader(stream, None, collate, most_workers=1 if in_order else None)
         has_images = self._image_collator is not None
         plan = (
             plan_image_evaluation(dataset, self.args)
@@ -302,20 +304,22 @@ class PackedSFTTrainer(ResumingTrainer):
         sampler: RankedBatchSampler | None,
         collate: Any,
         training: bool = False,
+        most_workers: int | None = None,
     ) -> DataLoader[Any]:
         args = self.args
+        num_workers = args.dataloader_num_workers
+        if most_workers is not None:
+            num_workers = min(num_workers, most_workers)
         loader: DataLoader[Any] = DataLoader(
             dataset,
             # A stream gives whole rows.
             **({"batch_size": None} if sampler is None else {"batch_sampler": sampler}),
             collate_fn=collate,
-            num_workers=args.dataloader_num_workers,
+            num_workers=num_workers,
             pin_memory=args.dataloader_pin_memory and self.accelerator.device.type == "cuda",
             persistent_workers=args.dataloader_persistent_workers and training,
             prefetch_factor=args.dataloader_prefetch_factor,
-            worker_init_fn=partial(
-                seed_worker, num_workers=args.dataloader_num_workers, rank=self.accelerator.process_index
-            ),
+            worker_init_fn=partial(seed_worker, num_workers=num_workers, rank=self.accelerator.process_index),
         )
         # The sampler deals rows to ranks itself. `accelerator.prepare` would divide them a second time.
         return prepare_data_loader(
