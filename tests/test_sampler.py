@@ -346,6 +346,19 @@ def test_skipping_an_epoch_does_not_move_the_ends_of_its_steps():
         assert len(steps) < 2 or steps[-1] == (length % 4 or 4)
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_place_after_the_last_epoch_needs_no_plan(epochs):
+    """The epoch after the last one may need more rows than those that are trained."""
+    needs_more = 0
+    for seed in range(16):
+        lengths = np.random.default_rng(seed).integers(12, 120, 120)
+        (sampler,) = samplers(lengths, 1, budget=128, epochs=epochs)
+        needs_more += sampler.plan_for_epoch(epochs).num_bins > sampler.num_rows
+        assert sampler.num_fragments_trained(epochs, 0) == 0
+        assert sampler.num_fragments_trained(epochs - 1, len(sampler)) == 120
+    assert needs_more
+
+
 def test_equal_fingerprints_mean_equal_rows_and_a_difference_is_named():
     lengths = mixed_lengths(300)
     base = samplers(lengths, 2)[0].fingerprint()

@@ -4,8 +4,10 @@ import json
 import shutil
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from training import conversations, losses, packed_trainer
 from transformers import TrainerCallback
 
@@ -177,6 +179,23 @@ def test_more_epochs_may_be_asked_for(whole, tmp_path):
     resumed = seen.watch(trainer_in(tmp_path, num_train_epochs=5))
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{len(losses(reference)) // 3}"))
     assert sorted(flat(seen.steps)) == sorted([*range(30)] * 4)
+
+
+def grows(folder, **overrides):
+    """A run of 8 rows an epoch whose plan of another epoch would need more."""
+    random = np.random.default_rng(18)
+    lengths = random.integers(20, 60, 23).tolist()
+    data = Dataset.from_list([{"input_ids": random.integers(5, 250, length).tolist()} for length in lengths])
+    run = {"packing": True, "token_budget": 128, "max_length": 64, "num_train_epochs": 1, "balance": "none"}
+    return packed_trainer(folder, data, **{**run, "isolation_check": "off", "save_strategy": "epoch", **overrides})
+
+
+def test_the_last_save_needs_no_plan_of_an_epoch_that_is_not_trained(tmp_path):
+    trainer = grows(tmp_path)
+    assert trainer._train_plan.for_epoch(1).num_bins > trainer._sampler.num_rows == 8
+    trainer.train()
+    state = json.loads((tmp_path / "checkpoint-8" / "packing_state.json").read_text())
+    assert (state["epoch"], state["num_fragments"]) == (1, 0)
 
 
 def test_steps_of_another_size_cannot_add_up_to_max_steps(whole, tmp_path):

@@ -347,10 +347,13 @@ class RankedBatchSampler:
         Returns:
             `int`: Fragments, those included that `skip` left out.
         """
+        skipped = self._skipped[1] if self._skipped[0] == epoch else 0
+        if num_micro_steps == 0:
+            # At the end of a run this is the epoch after its last one, which has no plan.
+            return skipped
         plan = self.plan(epoch)
         assert isinstance(plan.bins, Bins)
         num_rows = max(num_micro_steps - self.num_fillers(epoch), 0) * self.num_ranks
-        skipped = self._skipped[1] if self._skipped[0] == epoch else 0
         return skipped + int(plan.bins.offsets[min(num_rows, plan.num_bins)])
 
     def skip(self, epoch: int, num_fragments: int) -> None:
