@@ -45,8 +45,8 @@ class PackedSFTConfig(SFTConfig):
         packing_report (`str`, *optional*):
             Folder for the report of the plan and the run.
         eval_per_sample (`str`, *optional*):
-            JSONL file that every evaluation writes with loss and token count of each sample, in data order. At most one
-            worker then reads a stream.
+            JSONL file that every evaluation writes with loss and token count of each sample, in data order. At most
+            one worker then reads a stream.
     """
 
     token_budget: int | None = field(
