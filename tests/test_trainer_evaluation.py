@@ -9,6 +9,8 @@ import torch
 from datasets import Dataset
 from training import conversations, gradients_alone, model_of, packed_trainer
 
+from trl_packing import PackingError
+
 VARIANTS = {
     "flat": {"packing": False},
     "flat_batch_1": {"packing": False, "per_device_eval_batch_size": 1},
@@ -96,6 +98,56 @@ def test_a_split_samples_fragments_are_added_up(tmp_path):
         parts = (fragments[:, 0] == entry["sample"]).sum()
         assert parts == math.ceil(lengths[entry["sample"]] / 30)
         assert entry["num_tokens"] == lengths[entry["sample"]] - parts
+
+
+@pytest.mark.parametrize(
+    ("overlong", "said"),
+    [
+        ("truncate", "cut 3 samples longer than `max_length`: 116 tokens lost"),
+        ("split", "split 3 samples longer than `max_length`: in fragments, no token lost"),
+        ("drop", "dropped 3 samples longer than `max_length`: 356 tokens lost"),
+    ],
+)
+def test_overlong_samples_meet_one_fate_however_the_set_is_packed(overlong, said, trained, tmp_path, capsys):
+    data, results = Dataset.from_list(conversations(12)), []
+    for options in (
+        {"eval_packing": True},
+        {"eval_packing": False},
+        {"eval_packing": False, "per_device_eval_batch_size": 1},
+        {"packing": False},
+        {"eval_packing": False, "max_length": None, "token_budget": 80},
+        {"stream": True},
+        {"stream": True, "eval_packing": False},
+    ):
+        stream = options.pop("stream", False)
+        trainer = packed_trainer(
+            tmp_path,
+            conversations(4),
+            model=trained_model(trained),
+            eval_data=data.to_iterable_dataset() if stream else data,
+            **{"packing": True, "overlong": overlong, "max_length": 80, "token_budget": 160, **options},
+        )
+        before = capsys.readouterr().out
+        results.append(trainer.evaluate()["eval_loss"])
+        assert stream or f"Evaluation set: {said}." in before
+        # Once, and not at every evaluation.
+        assert "Evaluation set" not in capsys.readouterr().out
+    assert results == pytest.approx([results[0]] * len(results), rel=2e-6)
+
+
+@pytest.mark.parametrize("eval_packing", [True, False, None])
+def test_an_overlong_sample_of_an_evaluation_set_stops_before_work_under_error(eval_packing, tmp_path):
+    with pytest.raises(
+        PackingError, match=r"Evaluation set `long`: No sample may be longer than 80 .* sample 0 has 101"
+    ):
+        packed_trainer(
+            tmp_path,
+            [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
+            eval_data={"long": Dataset.from_list(conversations(12))},
+            overlong="error",
+            max_length=80,
+            eval_packing=eval_packing,
+        )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

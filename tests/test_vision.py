@@ -153,6 +153,20 @@ def test_cut_tokens_are_counted_and_images_are_never_cut(tmp_path: Any) -> None:
         vision_trainer(tmp_path, data=data, max_length=limit, overlong="error").train()
 
 
+@pytest.mark.parametrize("eval_packing", [None, False])
+def test_cut_tokens_of_an_evaluation_are_counted_padded_or_not(eval_packing: bool | None, tmp_path: Any) -> None:
+    data = picture_talks()
+    lengths = [len(row["input_ids"][0]) for row in map(vision_trainer(tmp_path)._image_collator, _singles(data))]
+    limit = sorted(lengths)[4]
+    options = {"eval_packing": eval_packing, "eval_dataset": data, "max_length": limit}
+    trainer = vision_trainer(tmp_path, data=data, **options)
+    trainer.evaluate()
+    cut = sum(max(length - limit, 0) for length in lengths)
+    assert trainer.state.log_history[-1]["eval_num_cut_tokens"] == cut
+    with pytest.raises(PackingError, match=r"A sample has \d+ tokens, more than `max_length`"):
+        vision_trainer(tmp_path, data=data, overlong="error", **options).evaluate()
+
+
 def _singles(data: Dataset) -> list[list[dict[str, Any]]]:
     return [[{**data[index], "fragment": index}] for index in range(len(data))]
 

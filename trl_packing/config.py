@@ -24,8 +24,8 @@ class PackedSFTConfig(SFTConfig):
         overlong (`str`, *optional*):
             What happens to a sample above `max_length`: `"truncate"` keeps `max_length` tokens (which end
             `truncation_mode` says), `"split"` keeps all tokens as several fragments, `"drop"` leaves the sample out,
-            `"error"` stops. Every sample and token is counted and reported. The default is `"split"` if
-            `packing_strategy="bfd_split"`, else `"truncate"`.
+            `"error"` stops. It holds for evaluation sets too, packed or padded. Every sample and token is counted and
+            reported. The default is `"split"` if `packing_strategy="bfd_split"`, else `"truncate"`.
         row_shape (`str`, *optional*, defaults to `"exact"`):
             `"exact"` makes rows as long as their samples, `"fixed"` gives all rows one shape of `token_budget` tokens
             and `max_segments + 2` offsets, for `torch.compile`.
@@ -185,6 +185,11 @@ class PackedSFTConfig(SFTConfig):
         if self.token_budget is not None:
             return self.token_budget
         return None if self.max_length is None else self.max_length * self.per_device_train_batch_size
+
+    @property
+    def resolved_max_length(self) -> int | None:
+        """Most tokens of a sample: `max_length`, or what a packed training row holds."""
+        return self.token_budget if self.max_length is None and self.packing else self.max_length
 
     @property
     def resolved_overlong(self) -> str:

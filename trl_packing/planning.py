@@ -199,11 +199,12 @@ def plan_fingerprint(args: PackedSFTConfig, samples: SampleTable | None) -> dict
 
 def plan_evaluation(dataset: Dataset, args: PackedSFTConfig, *, packed: bool) -> PackPlan:
     """
-    Plan the rows of an evaluation, in data order where they are not packed.
+    Plan the rows of an evaluation, in data order where they are not packed. Overlong samples meet the fate that they
+    meet in training, so that the same tokens are evaluated in either case.
 
     Args:
         dataset ([`~datasets.Dataset`]):
-            Prepared: `input_ids` and `labels`.
+            Prepared: `input_ids` and `labels`, not cut.
         args ([`PackedSFTConfig`]):
             The run's settings.
         packed (`bool`):
@@ -211,18 +212,25 @@ def plan_evaluation(dataset: Dataset, args: PackedSFTConfig, *, packed: bool) ->
 
     Returns:
         [`PackPlan`]: Of the one pass.
+
+    Raises:
+        [`PackingError`]: If no sample is left, or one is too long under `overlong: error`.
     """
-    overlong = "truncate" if args.resolved_overlong == "error" else args.resolved_overlong
+    max_length, overlong = args.resolved_max_length, args.resolved_overlong
     keep_end = args.truncation_mode == "keep_end"
-    samples = read_samples(dataset, max_length=args.max_length, overlong=overlong, keep_end=keep_end)
+    samples = read_samples(dataset, max_length=max_length, overlong=overlong, keep_end=keep_end)
     cuts: dict[str, Any] = {
-        "max_length": args.max_length,
+        "max_length": max_length,
         "overlong": overlong,
         "truncation": args.truncation_mode,
         "exclude": samples.untrainable,
     }
     if packed:
-        budget = args.resolved_token_budget or int(samples.lengths.max())
+        budget = args.resolved_token_budget
+        if max_length is None:
+            # Nothing is cut, so a row holds any sample.
+            budget = max(budget or 1, int(samples.lengths.max()))
+        assert budget is not None
         return plan_packs(samples.lengths, budget, order="best_fit", max_segments=args.max_segments, **cuts)
     order = np.arange(samples.lengths.size)
     return plan_batches(samples.lengths, args.per_device_eval_batch_size, order=order, **cuts)

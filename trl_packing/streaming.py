@@ -53,14 +53,14 @@ class RowStream(torch.utils.data.IterableDataset[list[dict[str, Any]]]):
         rows_per_step: int = 1,
     ) -> None:
         self.dataset = dataset
-        self.max_length = args.max_length
+        self.max_length = args.resolved_max_length
         self.packed = packed
         self.samples_per_row = samples_per_row
         self.num_ranks = num_ranks
         self.rank = rank
         self.rows_per_step = rows_per_step
         self.settings: dict[str, Any] = {
-            "max_length": args.max_length,
+            "max_length": self.max_length,
             "overlong": args.resolved_overlong,
             "truncation": args.truncation_mode,
             "max_segments": args.max_segments,

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from ..packing import PackPlan
     from .plan import PlanReport
 
 
@@ -79,7 +80,12 @@ def _lines(report: PlanReport) -> list[tuple[str, str, str]]:
     return lines
 
 
-def _fates(report: PlanReport) -> list[tuple[str, str, str]]:
+def fates_text(plan: PackPlan) -> str:
+    """Say in one line what became of a plan's overlong and masked samples; empty where nothing happened to any."""
+    return "; ".join(f"{name.strip()} {number} {remark}" for name, number, remark in _fates(plan))
+
+
+def _fates(report: PlanReport | PackPlan) -> list[tuple[str, str, str]]:
     fates = (
         ("  cut", report.num_cut_samples, f"longer than `max_length`: {report.num_cut_tokens:,} tokens lost"),
         ("  split", report.num_split_samples, "longer than `max_length`: in fragments, no token lost"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,18 +29,20 @@ from ..dataset import FragmentDataset, check_prepared, drop_masked_tokens
 from ..errors import PackingError
 from ..evaluation import FragmentLoss, TokenSums, sample_losses, token_metrics, write_jsonl
 from ..lora.quantized import refuse_undivided_weights
+from ..packing import PackPlan
 from ..planning import TrainPlan, plan_evaluation
 from ..preflight import check_data, check_end_token, check_model, refuse_parallelism, refuse_settings
 from ..proof import AdapterProof, agreed, isolation_line, prove_isolation
 from ..register import register_ops
 from ..register.router import has_routers
-from ..report import simulated_steps
+from ..report import fates_text, simulated_steps
 from ..sampler import RankedBatchSampler
 from ..streaming import RowStream
 from ..vision import (
     IMAGE_COLUMNS,
     ImagePlan,
     ImageRowCollator,
+    PaddedImageCollator,
     RawSamples,
     RopeIndex,
     check_images,
@@ -161,10 +164,16 @@ class PackedSFTTrainer(ResumingTrainer):
         self._rank_idle: float | None = None
         self._train_plan: TrainPlan | None = None
         self._sampler: RankedBatchSampler | None = None
+        self._planned_sets: weakref.WeakSet[Dataset] = weakref.WeakSet()
         self.isolation_report: Any = None
         self.add_callback(AdapterProof(self.accelerator))
         if isinstance(self.train_dataset, Dataset):
             self._plan_training()
+        # What an evaluation set loses, or that it cannot be evaluated, is known before step 1.
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        for name, dataset in sets.items():
+            if isinstance(dataset, Dataset):
+                self._plan_evaluation(dataset, name)
 
     # ---- data
 
@@ -183,9 +192,8 @@ class PackedSFTTrainer(ResumingTrainer):
             given = {"labels", "assistant_masks"} & set(get_dataset_column_names(dataset))
             self._may_mask_labels = bool(given or args.assistant_only_loss or self.completion_only_loss)
         whole = copy.copy(args)
-        if is_train or self._eval_mode() != "padded":
-            # Overlong samples must reach the plan whole, to be counted.
-            whole.max_length = None
+        # Overlong samples must reach the plan whole, to be counted.
+        whole.max_length = None
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
             check_prepared(dataset, getattr(self._text_config, "vocab_size", None))
         dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
@@ -249,20 +257,16 @@ class PackedSFTTrainer(ResumingTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise PackingError("Evaluation needs a data set. Pass `eval_dataset`.")
-        mode = self._eval_mode()
-        packed_rows = self._image_collator or RowCollator(self.data_collator)
-        collate = PaddedCollator(self._padded_collator) if mode == "padded" else packed_rows
+        mode, images = self._eval_mode(), self._image_collator
+        collate: Any = images or RowCollator(self.data_collator)
+        if mode == "padded":
+            collate = PaddedCollator(self._padded_collator) if images is None else PaddedImageCollator(images)
         if not isinstance(dataset, Dataset):
             stream = self._stream(dataset, mode == "packed", self.args.per_device_eval_batch_size, 1)
             # Several workers would each number the samples of their own shards, and not in data order.
             in_order = self.args.eval_per_sample is not None
             return self._loader(stream, None, collate, most_workers=1 if in_order else None)
-        has_images = self._image_collator is not None
-        plan = (
-            plan_image_evaluation(dataset, self.args)
-            if has_images
-            else plan_evaluation(dataset, self.args, packed=mode == "packed")
-        )
+        plan = self._plan_evaluation(dataset)
         sampler = RankedBatchSampler(
             lambda _: plan,
             num_epochs=1,
@@ -270,8 +274,23 @@ class PackedSFTTrainer(ResumingTrainer):
             rank=self.accelerator.process_index,
             balance="none",
         )
-        samples = RawSamples if has_images else FragmentDataset
+        samples = FragmentDataset if images is None else RawSamples
         return self._loader(samples(dataset, plan.fragments), sampler, collate)
+
+    def _plan_evaluation(self, dataset: Dataset, name: str = "") -> PackPlan:
+        """Plan an evaluation set, and say once what is lost of it."""
+        if self._image_collator is not None:
+            return plan_image_evaluation(dataset, self.args)
+        what = f"Evaluation set{f' `{name}`' if name else ''}"
+        try:
+            plan = plan_evaluation(dataset, self.args, packed=self._eval_mode() == "packed")
+        except PackingError as error:
+            raise PackingError(f"{what}: {error}") from error
+        fates = fates_text(plan)
+        if fates and dataset not in self._planned_sets:
+            self.accelerator.print(f"{what}: {fates}.")
+        self._planned_sets.add(dataset)
+        return plan
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Give this rank's rows of a set to predict, which may be raw."""
@@ -389,6 +408,8 @@ class PackedSFTTrainer(ResumingTrainer):
         output.metrics[f"{metric_key_prefix}_loss"] = totals["nll"] / max(totals["targets"], 1.0)
         self._metrics["eval"].update({name: [value] for name, value in token_metrics(totals).items()})
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
+        if totals["cut"]:
+            self._metrics["eval"]["num_cut_tokens"] = [totals["cut"]]
         if self._fragment_losses is not None:
             fragments = getattr(dataloader.dataset, "fragments", None)
             entries = sample_losses(self._fragment_losses, None if fragments is None else fragments[:, 0])

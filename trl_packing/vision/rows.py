@@ -264,6 +264,35 @@ class ImageRowCollator:
         return {**batch, **kept}, int(cut.sum())
 
 
+@dataclass
+class PaddedImageCollator:
+    """
+    TRL's padded batch of samples with images, with its [`RowInfo`], for evaluation with `eval_packing: false`.
+
+    Args:
+        rows ([`ImageRowCollator`]):
+            The trainer's, which cuts and counts.
+    """
+
+    rows: ImageRowCollator
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch, num_cut_tokens = self.rows.padded(samples or [self.rows.filler])
+        if not samples:
+            batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
+        targets = target_positions(batch["labels"][:, 1:])
+        info = RowInfo(
+            boundaries=None,
+            fragments=tuple(sample["fragment"] for sample in samples),
+            num_targets=targets.size,
+            num_tokens=int(batch["attention_mask"].sum()) if samples else 0,
+            num_segments=len(samples),
+            target_positions=targets,
+            num_cut_tokens=num_cut_tokens if samples else 0,
+        )
+        return {**batch, ROW_INFO: info}
+
+
 def _pixels_of_one_row(batch: dict[str, Any]) -> dict[str, Any]:
     """Lay all images in one row, where a processor gives each sample a row of its own, `[B, images]`."""
     if "pixel_attention_mask" not in batch or batch["pixel_values"].ndim != 5:
