@@ -74,18 +74,19 @@ $(KERNELS)/.ready: pyproject.toml constraints.txt
 test-kernels: $(KERNELS)/.ready  ## the real Triton kernels in the interpreter, in an environment of their own
 	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest -q $(PARALLEL) -m kernels tests/test_*triton*.py
 
-# DeepSpeed changes what accelerate imports, so it stays out of .venv too. It builds against the torch that is there.
+# DeepSpeed and bitsandbytes change what accelerate and PEFT import and print, so they stay out of .venv too. DeepSpeed builds
+# against the torch that is there.
 BACKENDS := .compat/backends
 $(BACKENDS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(BACKENDS)
 	$(BACKENDS)/bin/python -m pip install --quiet --upgrade "pip<26.2"
 	$(BACKENDS)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(BACKENDS)/bin/python -m pip install --quiet -c constraints.txt -e '.[quickstart]' pytest pytest-xdist setuptools==84.2.1 wheel==0.48.0
+	$(BACKENDS)/bin/python -m pip install --quiet -c constraints.txt -e '.[quickstart,quantization]' pytest pytest-xdist setuptools==84.2.1 wheel==0.48.0
 	DS_BUILD_OPS=0 $(BACKENDS)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation deepspeed==0.19.8
 	touch $@
 
-test-backends: $(BACKENDS)/.ready  ## ZeRO, in an environment of their own
-	$(BACKENDS)/bin/python -m pytest -q $(PARALLEL) -m "$(CPU)" tests/test_backends.py
+test-backends: $(BACKENDS)/.ready  ## ZeRO and QLoRA, in an environment of their own
+	$(BACKENDS)/bin/python -m pytest -q $(PARALLEL) -m "$(CPU)" tests/test_backends.py tests/test_qlora.py
 
 audit: $(BIN)/.ready  ## every causal LM architecture of transformers, exact or refused; 20 seeds without a false alarm
 	$(BIN)/python benchmarks/audit.py

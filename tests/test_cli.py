@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from calling import call, sentence
 from launching import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -125,6 +126,18 @@ def test_sft_launches_the_recipe_with_its_own_words(launched: list[Any], capsys:
     assert (options.module, options.training_script) == (True, "trl_packing.sft")
     assert options.num_processes == 2
     assert options.training_script_args == [word for word in words if word != "--num_processes"][:4] + words[6:]
+
+
+def test_every_process_starts_without_a_gpu(launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """accelerate would start one, in silence."""
+    words = ["sft", "--config", "quickstart_tiny.yaml", "--num_processes", "2"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call(capsys, *words)[0] == 0
+    assert call(capsys, *words[:-2])[0] == 0
+    assert [options.multi_gpu for options in launched] == [True, False]
+    code, _, err = call(capsys, *words, "--cpu")
+    assert code == 2
+    assert "`--cpu` starts one process and not 2" in sentence(err)
 
 
 def test_launch_options_of_the_yaml_reach_the_launcher(launched: list[Any], tmp_path: Path, capsys: Any) -> None:

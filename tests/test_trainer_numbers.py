@@ -204,3 +204,14 @@ def test_masked_and_packed_columns_are_honoured(tmp_path):
     row = next(iter(trainer.get_train_dataloader()))
     assert row["cu_seq_lens_q"].tolist() == [0, 1, 4]
     assert row["labels"].tolist() == [[-100, -100, 7, 8]]
+
+
+def test_a_last_step_that_saves_leaves_no_zeros_in_the_final_log(tmp_path):
+    trainer = packed_trainer(
+        tmp_path, conversations(8), packing=True, token_budget=300, max_steps=2, save_strategy="steps", save_steps=2
+    )
+    metrics = trainer.train().metrics
+    logged = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry]
+    assert len(logged) == 2
+    assert all(entry["fill_rate"] > 0 and entry["tokens_per_second"] > 0 for entry in logged)
+    assert "tokens_per_second" not in metrics

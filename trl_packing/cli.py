@@ -177,7 +177,20 @@ def _sft(words: list[str]) -> int:
         stray = [] if options.training_script == _MODULE else [options.training_script]
         if unknown or stray:
             raise PackingError(parser.explain_unknown([*unknown, *stray]))
+        _start_every_process(options)
         return _launch(launch_command, options)
+
+
+def _start_every_process(options: Any) -> None:
+    """Without a GPU, accelerate starts one process whatever number is asked for, unless it is told `--multi_gpu`."""
+    import torch
+
+    if (options.num_processes or 1) > 1 and options.config_file is None and not torch.cuda.is_available():
+        if options.cpu:
+            raise PackingError(
+                f"`--cpu` starts one process and not {options.num_processes}. Write `use_cpu: true` in its place."
+            )
+        options.multi_gpu = True
 
 
 def _refuse_launch(message: str) -> None:

@@ -8,7 +8,6 @@ put into batches, rows or ranks. Sums stay on the device and are read once, when
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +27,12 @@ class TokenSums:
     """Running sums of one mode, `"train"` or `"eval"`, on this rank."""
 
     device: torch.device
-    sums: dict[str, torch.Tensor | float] = field(default_factory=lambda: defaultdict(float))
+    sums: dict[str, torch.Tensor | float] = field(default_factory=dict)
 
     def add(self, **values: torch.Tensor | float) -> None:
         """Add one micro-batch. Tensors stay where they are."""
         for name, value in values.items():
-            self.sums[name] = self.sums[name] + (value.detach() if isinstance(value, torch.Tensor) else value)
+            self.sums[name] = self.sums.get(name, 0.0) + (value.detach() if isinstance(value, torch.Tensor) else value)
 
     def reduce(self, accelerator: Accelerator) -> dict[str, float]:
         """
@@ -48,7 +47,7 @@ class TokenSums:
         """
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         local = torch.stack(
-            [torch.as_tensor(self.sums[name], device=self.device).to(dtype).reshape(()) for name in _NAMES]
+            [torch.as_tensor(self.sums.get(name, 0.0), device=self.device).to(dtype).reshape(()) for name in _NAMES]
         )
         totals = accelerator.reduce(local, reduction="sum").tolist()
         self.sums.clear()

@@ -107,7 +107,7 @@ class ResumingTrainer(TokenLossTrainer):
         return plan_fingerprint(self.args, None if self._train_plan is None else self._train_plan.samples)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        pending = torch.as_tensor(self._sums["train"].sums["tokens"], device=self.accelerator.device)
+        pending = torch.as_tensor(self._sums["train"].sums.get("tokens", 0.0), device=self.accelerator.device)
         num_tokens = self._total_train_tokens + int(self.accelerator.reduce(pending, reduction="sum"))
         if self.args.should_save:
             checkpoint = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
