@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 from .boundaries import IGNORE_INDEX, Boundaries, lengths_from_attention_mask
-from .errors import PackingError
+from .errors import LeakError, PackingError
 from .isolation import IsolationReport, check_isolation
+from .isolation.reach import length_limits
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,8 @@ class PackedRows:
 
     def check(self, model: torch.nn.Module) -> IsolationReport:
         """
-        Refuse a model that would not keep the rows apart, by the trainer's own check. Once before training is enough.
+        Refuse a model that would not keep the rows apart, by the trainer's own check. Once before training is enough,
+        with the longest rows that there will be: some models keep apart only what is shorter than a limit.
 
         Args:
             model (`torch.nn.Module`):
@@ -115,6 +117,13 @@ class PackedRows:
         """
         report = check_isolation(model)
         report.raise_if_leaking()
+        for limit in length_limits(model) if self.boundaries.num_segments > 1 else ():
+            longest = self.boundaries.total_tokens if limit.is_of_row else self.boundaries.max_seqlen
+            if longest > limit.tokens:
+                raise LeakError(
+                    f"Rows are kept apart up to {limit.tokens} tokens, but this batch has {longest}: above, "
+                    f"{limit.reason}. Cut them to {limit.tokens}, or run this batch padded."
+                )
         return report
 
 

@@ -26,6 +26,8 @@ from transformers.utils import is_flash_attn_2_available
 from . import _compat
 from .config import PackedSFTConfig
 from .errors import PackingError
+from .isolation.reach import length_limits
+from .isolation.row import unwrapped
 from .lora import check_lora_targets, safe_lora_targets
 from .lora.quantized import check_quantized_layers
 from .register.attention import VARLEN, why_not_varlen
@@ -244,6 +246,65 @@ def check_model(model: nn.Module, peft_config: Any) -> Any:
         peft_config.target_modules = set(safe_lora_targets(model))
     check_lora_targets(model, peft_config)
     return peft_config
+
+
+def refuse_lengths(
+    model: nn.Module,
+    args: PackedSFTConfig,
+    *,
+    packed: bool,
+    samples_per_row: int,
+    longest: int | None = None,
+    position_ids_start: int = 0,
+) -> None:
+    """
+    Refuse samples or rows that are longer than the model keeps apart: dynamic NTK, LongRoPE, temperature tuning.
+
+    Args:
+        model (`nn.Module`):
+            To train.
+        args ([`PackedSFTConfig`]):
+            The run's settings.
+        packed (`bool`):
+            Whether rows are filled up to the token budget.
+        samples_per_row (`int`):
+            Of rows that are not.
+        longest (`int`, *optional*):
+            Tokens of the longest sample after cutting, where it is known.
+        position_ids_start (`int`, *optional*, defaults to `0`):
+            Position of each sample's first token.
+
+    Raises:
+        [`PackingError`]: Naming the limit and what to set.
+    """
+    is_fixed, budget = args.row_shape == "fixed", args.resolved_token_budget
+    if not packed and samples_per_row == 1 and not is_fixed:
+        # A sample that has a row for itself gives what it gives alone.
+        return
+    known = [length for length in (longest, args.max_length, budget if packed else None) if length is not None]
+    segment = min(known, default=None)
+    if is_fixed:
+        # The alignment tail may be as long as the row.
+        segment = row = budget
+    else:
+        row = budget if packed else None if segment is None else segment * samples_per_row
+        segment = None if segment is None else max(segment, args.pad_to_multiple_of or 1)
+    for limit in length_limits(model):
+        longest_here = row if limit.is_of_row else segment
+        most = limit.tokens if limit.is_of_row else limit.tokens - position_ids_start
+        if longest_here is not None and longest_here <= most:
+            continue
+        what = "a row" if limit.is_of_row else "the alignment tail of a row" if is_fixed else "a sample"
+        found = "be of any length" if longest_here is None else f"have {longest_here}"
+        if is_fixed or (limit.is_of_row and packed):
+            way_out = f"`token_budget: {most}`"
+        else:
+            way_out = f"`max_length: {most // samples_per_row if limit.is_of_row else most}`"
+        alone = "`packing: false`, `row_shape: exact` and a batch size of 1"
+        raise PackingError(
+            f"{type(unwrapped(model)).__name__} keeps samples apart up to {most} tokens, but {what} may {found}: "
+            f"above, {limit.reason}. Set {way_out}, or give every sample a row for itself: {alone}."
+        )
 
 
 def choose_attention(

@@ -277,6 +277,11 @@ class LayerWatch:
         return prints
 
 
+def class_name(module: nn.Module) -> str:
+    """Give the name of a module's class."""
+    return type(module).__name__
+
+
 def kind_of(module: nn.Module) -> str:
     """
     Name the kind of a layer by its class: `attention`, `recurrence`, `convolution`, `router`, else `layer`.

@@ -18,7 +18,8 @@ from torch import nn
 
 from ..boundaries import Boundaries
 from ..errors import PackingError
-from .layers import Entry, LayerWatch, has_indexer, kind_of, mask_opens
+from .layers import Entry, LayerWatch, class_name, has_indexer, kind_of, mask_opens
+from .reach import length_notes
 from .report import FAILED, NOT_RUN, OFF, PASSED, IsolationReport, LayerLeak, ProbeResult, sentence_of
 from .row import Row, configs_of, together, token_effects
 from .state import RandomState, has_reentrant_checkpointing, has_sharded_parameters, mode, without_checkpointing
@@ -227,7 +228,7 @@ class Probes:
         kind = "convolution" if entry.is_convolution else kind_of(entry.module)
         if kind == "attention" and mask_opens(entry.mask, queries, keys):
             kind = "mask"
-        return LayerLeak(entry.name, _class_name(entry.module), kind, source, target, effect)
+        return LayerLeak(entry.name, class_name(entry.module), kind, source, target, effect)
 
     # ---- the other probes
 
@@ -316,7 +317,7 @@ class Probes:
                 crosses_here = flow.out and flow.into and max(flow.out) <= allowed < max(flow.into)
                 if flow.module is not None and crosses_here:
                     kind, effect = kind_of(flow.module), max(flow.into)
-                    leaks.append(LayerLeak(flow.name, _class_name(flow.module), kind, source, target, effect))
+                    leaks.append(LayerLeak(flow.name, class_name(flow.module), kind, source, target, effect))
         return tuple(leaks[:1])
 
     def _probe_control(self) -> _Outcome:
@@ -382,7 +383,7 @@ class Probes:
         local = {entry.name: self._largest(entry.effects, entry.module) for entry in entries}
         first = next((entry for entry in entries if local[entry.name] > allowed), None)
         if first is not None:
-            where = f"The difference enters in {first.name} ({_class_name(first.module)})."
+            where = f"The difference enters in {first.name} ({class_name(first.module)})."
             return (
                 FAILED,
                 effect,
@@ -424,10 +425,10 @@ class Probes:
             influence_before=self._influence_before,
             rounding=self._rounding,
             lengths=self._boundaries.lengths,
-            model=f"{_class_name(base_model())} with adapters" if base_model else _class_name(self._model),
+            model=f"{class_name(base_model())} with adapters" if base_model else class_name(self._model),
             dtype=str(row.compute_dtype).removeprefix("torch.") if row else "unknown dtype",
             attn_implementation=str(getattr(configs[-1], "_attn_implementation", None) if configs else None),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *length_notes(self._model)),
         )
 
     def _others(self, effects: np.ndarray, source: int) -> np.ndarray:
@@ -444,7 +445,3 @@ class Probes:
         vote = torch.tensor(int(flag), device=self._row.device)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
         return bool(vote)
-
-
-def _class_name(module: nn.Module) -> str:
-    return type(module).__name__

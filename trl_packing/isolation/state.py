@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 # Larger integer buffers are packed quantised weights: no forward writes them, and a copy could double the memory.
 _LARGEST_COPIED_INTEGER_BUFFER = 2**16
+_LONGEST = "max_seq_len_cached"
 
 
 class RandomState:
@@ -76,6 +77,10 @@ def kept_state(model: nn.Module) -> Iterator[RandomState]:
     parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
     contents = [(buffer, _copy_of(buffer)) for _, own in buffers for buffer in own.values() if buffer is not None]
+    # Dynamic NTK keeps the longest length that it has seen.
+    longest = [
+        (module, name, value) for module in modules for name, value in vars(module).items() if name.endswith(_LONGEST)
+    ]
     configs = [(config, config.use_cache) for config in _configs(model) if hasattr(config, "use_cache")]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     state = RandomState(devices)
@@ -95,6 +100,8 @@ def kept_state(model: nn.Module) -> Iterator[RandomState]:
             for buffer, content in contents:
                 if content is not None and not torch.equal(buffer, content):
                     buffer.copy_(content)
+        for module, name, value in longest:
+            setattr(module, name, value)
         for config, use_cache in configs:
             config.use_cache = use_cache
 

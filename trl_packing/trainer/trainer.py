@@ -31,8 +31,14 @@ from ..evaluation import FragmentLoss, TokenSums, sample_losses, token_metrics, 
 from ..lora.quantized import refuse_undivided_weights
 from ..packing import PackPlan
 from ..planning import TrainPlan, plan_evaluation
-from ..preflight import check_data, check_end_token, check_model, refuse_parallelism, refuse_settings
-from ..proof import AdapterProof, agreed, isolation_line, prove_isolation
+from ..preflight import (
+    check_data,
+    check_end_token,
+    check_model,
+    refuse_parallelism,
+    refuse_settings,
+)
+from ..proof import AdapterProof
 from ..register import register_ops
 from ..register.router import has_routers
 from ..report import fates_text, simulated_steps
@@ -45,17 +51,15 @@ from ..vision import (
     PaddedImageCollator,
     RawSamples,
     RopeIndex,
-    check_images,
     keep_towers_apart,
     plan_image_evaluation,
     refuse_images,
-    samples_to_prove,
 )
 from .load import load_model, packed_collator, packed_config
-from .resuming import ResumingTrainer
+from .proving import ProvingTrainer
 
 
-class PackedSFTTrainer(ResumingTrainer):
+class PackedSFTTrainer(ProvingTrainer):
     """
     Train on packed rows, without padding and without leaks. The signature is that of [`~trl.SFTTrainer`].
 
@@ -169,11 +173,15 @@ class PackedSFTTrainer(ResumingTrainer):
         self.add_callback(AdapterProof(self.accelerator))
         if isinstance(self.train_dataset, Dataset):
             self._plan_training()
+        else:
+            self._refuse_lengths(training=True)
         # What an evaluation set loses, or that it cannot be evaluated, is known before step 1.
         sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         for name, dataset in sets.items():
             if isinstance(dataset, Dataset):
                 self._plan_evaluation(dataset, name)
+            elif dataset is not None:
+                self._refuse_lengths(training=False)
 
     # ---- data
 
@@ -210,6 +218,7 @@ class PackedSFTTrainer(ResumingTrainer):
             self._sampler = self._train_plan.sampler(
                 num_ranks=self.accelerator.num_processes, rank=self.accelerator.process_index
             )
+            self._refuse_lengths(self._train_plan.for_epoch(0), training=True)
             if self._image_collator is None:
                 self._report_plan()
         assert self._sampler is not None
@@ -262,6 +271,7 @@ class PackedSFTTrainer(ResumingTrainer):
         if mode == "padded":
             collate = PaddedCollator(self._padded_collator) if images is None else PaddedImageCollator(images)
         if not isinstance(dataset, Dataset):
+            self._refuse_lengths(training=False)
             stream = self._stream(dataset, mode == "packed", self.args.per_device_eval_batch_size, 1)
             # Several workers would each number the samples of their own shards, and not in data order.
             in_order = self.args.eval_per_sample is not None
@@ -280,6 +290,7 @@ class PackedSFTTrainer(ResumingTrainer):
     def _plan_evaluation(self, dataset: Dataset, name: str = "") -> PackPlan:
         """Plan an evaluation set, and say once what is lost of it."""
         if self._image_collator is not None:
+            self._refuse_lengths(training=False)
             return plan_image_evaluation(dataset, self.args)
         what = f"Evaluation set{f' `{name}`' if name else ''}"
         try:
@@ -290,6 +301,7 @@ class PackedSFTTrainer(ResumingTrainer):
         if fates and dataset not in self._planned_sets:
             self.accelerator.print(f"{what}: {fates}.")
         self._planned_sets.add(dataset)
+        self._refuse_lengths(plan, training=False)
         return plan
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
@@ -310,12 +322,6 @@ class PackedSFTTrainer(ResumingTrainer):
             rank=self.accelerator.process_index,
             rows_per_step=rows_per_step,
         )
-
-    def _eval_mode(self) -> str:
-        """`packed` to the budget, `flat` (the batch's samples end to end), or `padded`."""
-        if self._settings.eval_packing is None:
-            return "packed" if self._settings.packing else "flat"
-        return "packed" if self._settings.eval_packing else "padded"
 
     def _loader(
         self,
@@ -352,32 +358,6 @@ class PackedSFTTrainer(ResumingTrainer):
         )
 
     # ---- training
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        # `evaluate` before `train` marks the bare model as prepared, and DDP would never wrap it.
-        if self.model_wrapped is self.model and getattr(self.model, "_is_accelerate_prepared", False):
-            self.model._is_accelerate_prepared = False
-            self.accelerator._models.clear()
-        prepared = super()._prepare_for_training(*args, **kwargs)
-        self._prove_isolation()
-        return prepared
-
-    def _prove_isolation(self) -> None:
-        if self.args.isolation_check == "off":
-            self.accelerator.print(
-                "Isolation check: off (`isolation_check: off`). Nothing proves that samples stay apart."
-            )
-            return
-        self.isolation_report = prove_isolation(self.model, self.accelerator)
-        # With the first log, and so into every tracker.
-        self._metrics["train"]["isolation_max_leak"].append(self.isolation_report.max_leak)
-        self.accelerator.print(isolation_line(self.isolation_report))
-        if self._image_collator is not None:
-            samples = samples_to_prove(self.train_dataset)
-            # What is wrong with a sample is no leak.
-            self._image_collator.padded(samples)
-            check = partial(check_images, self.model, self._image_collator, samples)
-            self.accelerator.print(agreed(check, self.accelerator))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # The Trainer's own `set_epoch` does not reach a sampler that a resumed run has wrapped.

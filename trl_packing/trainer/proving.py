@@ -1,0 +1,69 @@
+"""The proofs of a run, and the lengths up to which they hold."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ..config import PackedSFTConfig
+from ..isolation import IsolationReport
+from ..packing import PackPlan
+from ..preflight import refuse_lengths
+from ..proof import agreed, isolation_line, prove_isolation
+from ..vision import ImageRowCollator, check_images, samples_to_prove
+from .resuming import ResumingTrainer
+
+
+class ProvingTrainer(ResumingTrainer):
+    """What [`PackedSFTTrainer`] refuses by length, and proves before step 1."""
+
+    isolation_report: IsolationReport | None
+    _settings: PackedSFTConfig
+    _image_collator: ImageRowCollator | None
+
+    def _eval_mode(self) -> str:
+        """`packed` to the budget, `flat` (the batch's samples end to end), or `padded`."""
+        if self._settings.eval_packing is None:
+            return "packed" if self._settings.packing else "flat"
+        return "packed" if self._settings.eval_packing else "padded"
+
+    def _refuse_lengths(self, plan: PackPlan | None = None, *, training: bool) -> None:
+        args, mode = self.args, self._eval_mode()
+        if not training and mode == "padded":
+            return
+        # Nobody knows yet how many tokens an image has.
+        is_known = plan is not None and plan.num_fragments and self._image_collator is None
+        refuse_lengths(
+            self.model,
+            args,
+            packed=args.packing if training else mode == "packed",
+            samples_per_row=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+            longest=int(plan.lengths.max()) if plan is not None and is_known else None,
+            position_ids_start=getattr(self.data_collator, "position_ids_start", 0),
+        )
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # `evaluate` before `train` marks the bare model as prepared, and DDP would never wrap it.
+        if self.model_wrapped is self.model and getattr(self.model, "_is_accelerate_prepared", False):
+            self.model._is_accelerate_prepared = False
+            self.accelerator._models.clear()
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._prove_isolation()
+        return prepared
+
+    def _prove_isolation(self) -> None:
+        if self.args.isolation_check == "off":
+            self.accelerator.print(
+                "Isolation check: off (`isolation_check: off`). Nothing proves that samples stay apart."
+            )
+            return
+        self.isolation_report = prove_isolation(self.model, self.accelerator)
+        # With the first log, and so into every tracker.
+        self._metrics["train"]["isolation_max_leak"].append(self.isolation_report.max_leak)
+        self.accelerator.print(isolation_line(self.isolation_report))
+        if self._image_collator is not None:
+            samples = samples_to_prove(self.train_dataset)
+            # What is wrong with a sample is no leak.
+            self._image_collator.padded(samples)
+            check = partial(check_images, self.model, self._image_collator, samples)
+            self.accelerator.print(agreed(check, self.accelerator))
