@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny_vision import picture_talks, tiny_processor, tiny_vision_model
+from tiny_vision import ImagesOnly, picture_talks, tiny_processor, tiny_vision_model
 from training import Gradients, largest_difference, losses, settings
 from trl import SFTConfig, SFTTrainer
 
@@ -275,3 +275,17 @@ def test_images_whose_tokens_see_one_another_are_refused_by_name(tmp_path: Any) 
 
     with pytest.raises(PackingError, match="Gemma3ForConditionalGeneration cannot be trained"):
         vision_trainer(tmp_path, model=tiny_model("gemma3"))
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_resumed_full_fine_tune_goes_on_bit_for_bit(model_type: str, tmp_path: Any, monkeypatch: Any) -> None:
+    """The class of a vision-language model reads names that its own `save_pretrained` has changed."""
+    # A processor without its video part cannot be written.
+    monkeypatch.setattr(ImagesOnly, "save_pretrained", lambda self, *args, **kwargs: [])
+    options = {"data": picture_talks(12), "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
+    whole = vision_trainer(tmp_path, model_type, num_train_epochs=1, **options)
+    whole.train()
+    resumed = vision_trainer(tmp_path / "resumed", model_type, num_train_epochs=1, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(losses(whole)) > 2
+    assert losses(resumed) == losses(whole)

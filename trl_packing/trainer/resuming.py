@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from transformers import PreTrainedModel
 from transformers.optimization import GreedyLR
 
 from ..errors import PackingError
@@ -21,6 +23,7 @@ from ..planning import plan_fingerprint
 from ..resume import ResumeState, check_resume, last_whole_checkpoint
 from ..sampler import RankedBatchSampler
 from .loss import TokenLossTrainer
+from .weights import check_adapter, holds_weights, load_weights
 
 
 class ResumingTrainer(TokenLossTrainer):
@@ -37,6 +40,27 @@ class ResumingTrainer(TokenLossTrainer):
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
         self._logged_at = time.perf_counter()
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if model is None and self._load_whole(resume_from_checkpoint):
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_whole(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_whole(self, checkpoint: str) -> bool:
+        """Load a whole model's checkpoint; only check adapters. FSDP and DeepSpeed read back the names they wrote."""
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return False
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if is_peft_model(model):
+            check_adapter(model, checkpoint)
+        elif isinstance(model, PreTrainedModel) and holds_weights(checkpoint):
+            load_weights(model, checkpoint)
+            return True
+        return False
 
     def _init_training_state(
         self,
