@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from peft import LoraConfig
 from tiny_vision import ImagesOnly, picture_talks, tiny_processor, tiny_vision_model
 from training import Gradients, largest_difference, losses, settings
@@ -209,6 +209,76 @@ def test_rounding_in_half_precision_is_no_leak(how: str, tmp_path: Any) -> None:
     trainer._image_collator.rope_index = None
     with pytest.raises(LeakError, match="other logits in a packed row than alone"):
         check_images(trainer.model, trainer._image_collator, samples_to_prove(trainer.train_dataset))
+
+
+def _mixing(model: Any, share: float, packed_only: bool) -> Any:
+    """A tower that adds a share of the first image to all others, in every batch or in packed rows only."""
+    original, is_packed = model.model.get_image_features, [False]
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: is_packed.__setitem__(0, "seq_idx" in kwargs), with_kwargs=True
+    )
+
+    def mixed(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        first, *others = output.pooler_output
+        if is_packed[0] or not packed_only:
+            mean = first.mean(0, keepdim=True)
+            others = [other + share * mean * other.norm(dim=-1).mean() / mean.norm() for other in others]
+        output.pooler_output = [first, *others]
+        return output
+
+    model.model.get_image_features = mixed
+    return model
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packed_only", "late"),
+    [
+        pytest.param(torch.float32, False, False, id="float32"),
+        pytest.param(torch.bfloat16, False, False, id="bfloat16"),
+        pytest.param(torch.bfloat16, True, False, id="bfloat16_packed_only"),
+        pytest.param(torch.float32, True, True, id="late"),
+    ],
+)
+def test_a_tower_that_mixes_a_little_is_refused(
+    dtype: torch.dtype, packed_only: bool, late: bool, tmp_path: Any
+) -> None:
+    """Also where half precision or a padded batch that mixes too would hide it, and where images come late."""
+    data = picture_talks(12)
+    if late:
+        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+        text = Dataset.from_list([{"images": [], "messages": turns}] * 70, features=data.features)
+        data = concatenate_datasets([text, data])
+    register_ops()
+    model = tiny_vision_model("qwen2_5_vl", "varlen").to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "language" in name and "norm" not in name:
+                parameter.mul_(4)
+    trainer = vision_trainer(tmp_path, "qwen2_5_vl", model=_mixing(model, 0.02, packed_only), data=data)
+    with pytest.raises(LeakError, match="The pixels of one sample move the logits of another"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_samples_to_prove_are_found_in_any_order() -> None:
+    data = picture_talks(8)
+    assert [len(sample["images"]) for sample in samples_to_prove(data.select([3, 1, 6, 2]))] == [1, 0, 2]
+    assert [len(sample["images"]) for sample in samples_to_prove(data.select([2]))] == [2, 2]
+    one = [{"image": image, "messages": data[0]["messages"]} for image in (None, data[0]["images"][0])]
+    found = samples_to_prove(Dataset.from_list(one))
+    assert [sample["image"] is None for sample in found] == [False, True]
+
+
+@pytest.mark.parametrize("model_type", ["llava", "idefics3"])
+def test_one_sample_with_an_image_is_proven_beside_itself_and_none_proves_nothing(
+    model_type: str, tmp_path: Any
+) -> None:
+    data = picture_talks(2)
+    trainer = vision_trainer(tmp_path, model_type, data=data)
+    for chosen, said in (([0], "2 samples give in a packed row"), ([1], "nothing is proven about them")):
+        samples = samples_to_prove(data.select(chosen))
+        assert said in check_images(trainer.model, trainer._image_collator, samples)
 
 
 def test_the_check_leaves_the_model_as_it_was(tmp_path: Any) -> None:
