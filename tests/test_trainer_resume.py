@@ -38,8 +38,7 @@ def entries(trainer, key):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     trainer = trainer_in(folder)
-    trainer.seen = Seen()
-    trainer.seen.watch(trainer)
+    Seen().watch(trainer)
     trainer.train()
     return folder, trainer
 
@@ -110,6 +109,7 @@ class Seen(TrainerCallback):
             self.steps[-1] += [number for number in inputs["row_info"].fragments if number >= 0]
             return compute_loss(model, inputs, *args, **kwargs)
 
+        trainer.seen = self
         trainer.compute_loss = watching
         trainer.add_callback(self)
         return trainer
@@ -196,6 +196,61 @@ def test_the_last_save_needs_no_plan_of_an_epoch_that_is_not_trained(tmp_path):
     trainer.train()
     state = json.loads((tmp_path / "checkpoint-8" / "packing_state.json").read_text())
     assert (state["epoch"], state["num_fragments"]) == (1, 0)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """7 steps of an epoch of 8; three epochs planned together have 9 rows each."""
+    trainer = Seen().watch(grows(tmp_path_factory.mktemp("short"), max_steps=7, save_strategy="steps", save_steps=1))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_more_steps_may_be_asked_for(step, short, tmp_path):
+    def longer(folder):
+        return grows(folder, max_steps=24, save_strategy="steps", save_steps=5)
+
+    seen = Seen()
+    resumed = seen.watch(longer(tmp_path))
+    resumed.train(resume_from_checkpoint=f"{short.args.output_dir}/checkpoint-{step}")
+    assert len(resumed._sampler) == 9 > len(short._sampler)
+    assert resumed.state.global_step == step + len(seen.steps) == 24
+    # Every epoch trains every sample once, also the one that was begun with other rows.
+    before = short.seen.steps[:step]
+    ends = [number for number, epoch in enumerate(seen.epochs) if epoch % 1 == 0]
+    assert sorted(flat(before + seen.steps[: ends[0] + 1])) == [*range(23)]
+    assert sorted(flat(seen.steps[ends[0] + 1 : ends[1] + 1])) == [*range(23)]
+    assert seen.rates == pytest.approx([1e-3 * (1 - number / 24) for number in range(step, 24)])
+    again = longer(tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
+    assert losses(again) == losses(resumed)
+
+
+def test_steps_that_no_epoch_holds_are_refused_with_the_reason(short, tmp_path):
+    trainer = grows(tmp_path, max_steps=27)
+    with pytest.raises(PackingError, match=r"`max_steps` = 27 plans 3 epochs of 9 steps.*only 20 of 21 are left"):
+        trainer.train(resume_from_checkpoint=f"{short.args.output_dir}/checkpoint-6")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"num_train_epochs": 1}, "num_train_epochs"),
+        ({"num_train_epochs": 2, "gradient_accumulation_steps": 2}, "num_train_epochs"),
+        ({"max_steps": 7}, "max_steps"),
+    ],
+    ids=["fewer_epochs", "another_accumulation", "fewer_steps"],
+)
+def test_a_run_at_its_end_trains_nothing_more(overrides, named, tmp_path, capsys):
+    trainer = grows(tmp_path, num_train_epochs=2)
+    trainer.train()
+    step = trainer.state.global_step
+    resumed = grows(tmp_path, **overrides)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert resumed.state.global_step == step
+    assert f"Nothing is left to train: the checkpoint has {step} steps" in (out := capsys.readouterr().out)
+    assert f"`{named}` is" in out
 
 
 def test_steps_of_another_size_cannot_add_up_to_max_steps(whole, tmp_path):

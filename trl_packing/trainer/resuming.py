@@ -7,6 +7,7 @@ checkpoint records the epoch and how many of its fragments are trained.
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -84,18 +85,28 @@ class ResumingTrainer(TokenLossTrainer):
         if self._sampler is None or state.epoch is None or state.num_fragments is None:
             return place
         epoch, num_micro_steps = place
-        if (epoch, self._sampler.num_fragments_trained(epoch, num_micro_steps)) == (state.epoch, state.num_fragments):
+        sampler, wanted = self._sampler, self.args.max_steps
+        is_done = self.state.global_step >= wanted if wanted > 0 else state.epoch >= sampler.num_epochs
+        if is_done:
+            name, value = ("max_steps", wanted) if wanted > 0 else ("num_train_epochs", self.args.num_train_epochs)
+            self.accelerator.print(
+                f"Nothing is left to train: the checkpoint has {self.state.global_step:,} steps and {state.epoch} "
+                f"epochs behind it, and `{name}` is {value:g}."
+            )
+            return max(state.epoch, sampler.num_epochs), 0
+        if epoch == state.epoch and sampler.num_fragments_trained(epoch, num_micro_steps) == state.num_fragments:
             return place
-        return self._go_on(state, self._sampler, max_steps, num_update_steps_per_epoch)
+        return self._go_on(state, sampler, max_steps, num_update_steps_per_epoch)
 
     def _go_on(
         self, state: ResumeState, sampler: RankedBatchSampler, max_steps: int, steps_per_epoch: int
     ) -> tuple[int, int]:
-        """Start in the middle of an epoch whose steps have another size now."""
+        """Start in the middle of an epoch whose steps have another size now, or are more or fewer."""
         accumulation = self.args.gradient_accumulation_steps
         changed = f"{state.num_ranks} ranks x {state.gradient_accumulation_steps} micro-steps and has now "
         changed += f"{sampler.num_ranks} x {accumulation}"
-        if self.args.max_steps > 0:
+        has_new_size = state.num_ranks * state.gradient_accumulation_steps != sampler.num_ranks * accumulation
+        if self.args.max_steps > 0 and has_new_size:
             raise PackingError(
                 f"`max_steps` counts optimiser steps, but a step of the checkpoint had {changed}, so the epochs that "
                 "are left would not add up to it. Resume with as many rows a step (ranks x "
@@ -108,16 +119,34 @@ class ResumingTrainer(TokenLossTrainer):
             )
         assert state.epoch is not None
         assert state.num_fragments is not None
-        sampler.skip(state.epoch, state.num_fragments)
-        # The sampler puts micro-steps without rows in place of what was trained. Whole steps of them are skipped.
-        num_steps = sampler.num_fillers(state.epoch) // accumulation
-        self._schedule_step = state.epoch * steps_per_epoch + num_steps
+        num_steps = 0
+        if state.epoch < sampler.num_epochs:
+            sampler.skip(state.epoch, state.num_fragments)
+            # The sampler puts micro-steps without rows in place of what was trained. Whole steps of them are skipped.
+            num_steps = sampler.num_fillers(state.epoch) // accumulation
+        num_behind = state.epoch * steps_per_epoch + num_steps
+        if self.args.max_steps > 0:
+            num_left = max_steps - self.state.global_step
+            num_planned = math.ceil(max_steps / steps_per_epoch) * steps_per_epoch - num_behind
+            if num_planned < num_left:
+                raise PackingError(
+                    f"`max_steps` = {max_steps} plans {math.ceil(max_steps / steps_per_epoch)} epochs of "
+                    f"{steps_per_epoch} steps, but an epoch of the checkpoint's run had another number of steps, and "
+                    f"after its step {self.state.global_step} only {max(num_planned, 0)} of {num_left} are left in "
+                    "those epochs. Give `num_train_epochs` instead of `max_steps`."
+                )
+            # Steps of the same size, counted from the first run's first one.
+            self._schedule_step = self.state.global_step
+        else:
+            num_left = max_steps - num_behind
+            self._schedule_step = num_behind
         # Steps are numbered on from the checkpoint, so that a later checkpoint has a higher number.
-        self.state.max_steps = self.state.global_step + max_steps - self._schedule_step
+        self.state.max_steps = self.state.global_step + num_left
+        reason = f"steps of another size: a step had {changed}" if has_new_size else "another number of rows per epoch"
+        left = sampler.plan(state.epoch).num_fragments - state.num_fragments
         self.accelerator.print(
-            f"Resuming with steps of another size: a step had {changed}. Epoch {state.epoch} goes on with the "
-            f"{sampler.plan(state.epoch).num_fragments - state.num_fragments:,} samples that are left of it; "
-            f"{max_steps - self._schedule_step:,} steps are left in all."
+            f"Resuming with {reason}. Epoch {state.epoch} goes on with the {left:,} samples that are left of it; "
+            f"{num_left:,} steps are left in all."
         )
         return state.epoch, num_steps * accumulation
 
