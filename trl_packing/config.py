@@ -37,8 +37,8 @@ class PackedSFTConfig(SFTConfig):
         balance (`str`, *optional*, defaults to `"cost"`):
             What ranks and micro-steps are made equal in: `"cost"` (attention included), `"tokens"` or `"none"`.
         isolation_check (`str`, *optional*, defaults to `"error"`):
-            `"error"` proves before step 1 that segments do not influence one another and stops otherwise; `"off"`
-            skips the proof, which is printed and recorded.
+            `"error"` proves before step 1, and before the first evaluation, that segments do not influence one
+            another and stops otherwise; `"off"` skips the proof, which is printed and recorded.
         ops (`str`, *optional*, defaults to `"auto"`):
             Operations of recurrent layers and short convolutions: `"auto"` decides per call by device and by what is
             installed, `"kernels"` insists on the packages' kernels, `"torch"` on ours.

@@ -13,12 +13,13 @@ from transformers import TrainerCallback
 
 from .errors import LeakError
 from .isolation import IsolationReport, check_isolation
+from .isolation.report import OFF
 from .lora import AdapterGradients, adapter_gradients
 
 _Result = TypeVar("_Result")
 
 
-def prove_isolation(model: nn.Module, accelerator: Accelerator) -> IsolationReport:
+def prove_isolation(model: nn.Module, accelerator: Accelerator, *, training: bool = True) -> IsolationReport:
     """
     Check that segments do not influence one another, and stop all ranks otherwise.
 
@@ -27,6 +28,8 @@ def prove_isolation(model: nn.Module, accelerator: Accelerator) -> IsolationRepo
             The model to train, with adapters, before or after it is wrapped.
         accelerator ([`~accelerate.Accelerator`]):
             The trainer's.
+        training (`bool`, *optional*, defaults to `True`):
+            Whether to check train mode. An evaluation needs eval mode, and no gradients.
 
     Returns:
         [`IsolationReport`]: Of this rank.
@@ -36,7 +39,7 @@ def prove_isolation(model: nn.Module, accelerator: Accelerator) -> IsolationRepo
     """
 
     def check() -> IsolationReport:
-        report = check_isolation(model, host_offsets=True)
+        report = check_isolation(model, training=training, gradients=training, host_offsets=True)
         report.raise_if_leaking()
         return report
 
@@ -78,7 +81,7 @@ def agreed(check: Callable[[], _Result], accelerator: Accelerator) -> _Result:
 
 def isolation_line(report: IsolationReport) -> str:
     """Say in one line what a passed check found."""
-    effects = ", ".join(f"{probe.name} {probe.effect:.1g}" for probe in report.probes)
+    effects = ", ".join(f"{probe.name} {probe.effect:.1g}" for probe in report.probes if probe.status != OFF)
     where = f"{report.model}, {report.dtype}, {report.attn_implementation} attention"
     return " ".join([f"Isolation: proven on {where} ({effects}).", *report.notes])
 

@@ -40,14 +40,15 @@ def check_isolation(
     gradients: bool = True,
     control: bool = True,
     influence: bool = False,
+    training: bool = True,
     position_ids_start: int = 0,
     host_offsets: bool = False,
 ) -> IsolationReport:
     """
     Prove on one small packed row that no segment influences another, or say where one does.
 
-    The model runs as in training (train mode, `use_cache=False`, the caller's autocast) but without dropout. Weights,
-    gradients, random generators, buffers, train/eval flags, hooks and `config.use_cache` are left exactly as they
+    The model runs as in training (`use_cache=False`, the caller's autocast) but without dropout. Weights, gradients,
+    random generators, buffers, train/eval flags, hooks and `config.use_cache` are left exactly as they
     were. An exact model costs 4 forward and 2 backward passes over the row, and 2 forward passes over its last
     segment; expert layers, whose rounding has to be told from a leak, up to 6 more. Where parameters are sharded over
     ranks, all ranks have to take part.
@@ -67,6 +68,8 @@ def check_isolation(
         influence (`bool`, *optional*, defaults to `False`):
             Whether to measure the effect of every segment by itself, with and without boundaries, for the picture: 9
             more forward passes.
+        training (`bool`, *optional*, defaults to `True`):
+            Whether to run in train mode, else in eval mode, where models may take other paths.
         position_ids_start (`int`, *optional*, defaults to `0`):
             Position of each segment's first token, as the collator passes it.
         host_offsets (`bool`, *optional*, defaults to `False`):
@@ -97,11 +100,12 @@ def check_isolation(
             f"The check needs at least 3 segments, but `lengths` has {boundaries.num_segments}. Leave `lengths` "
             "out for the default row."
         )
-    with kept_state(model) as random_state, mode(model):
+    with kept_state(model) as random_state, mode(model, training=training):
         probes = Probes(
             model,
             boundaries,
             random_state,
+            training=training,
             seed=seed,
             position_ids_start=position_ids_start,
             host_offsets=host_offsets,

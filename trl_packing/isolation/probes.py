@@ -18,23 +18,17 @@ from torch import nn
 
 from ..boundaries import Boundaries
 from ..errors import PackingError
+from .alone import NOISE_MARGIN, Outcome, judge_layers_alone, largest
 from .layers import Entry, LayerWatch, class_name, has_indexer, kind_of, mask_opens
 from .reach import length_notes
 from .report import FAILED, NOT_RUN, OFF, PASSED, IsolationReport, LayerLeak, ProbeResult, sentence_of
 from .row import Row, configs_of, together, token_effects
 from .state import RandomState, has_reentrant_checkpointing, has_sharded_parameters, mode, without_checkpointing
 
-# Two runs whose noise is n may differ by a few n; four covers the maximum over a row of tokens.
-_NOISE_MARGIN = 4
 # What a check promises to see. A model whose own noise comes near it cannot be judged.
 _SMALLEST_LEAK_FLOAT32 = 1e-3
 _SMALLEST_LEAK_HALF_IN_EPSILONS = 4
-# Of the tokens of a segment, this share has no choice so close that rounding decides it.
-_QUANTILE_WITH_CHOICES = 0.9
-# More than this is never the sum of many small differences.
-_MOST_NOISE = 0.5
 
-_Outcome = tuple[str, float, float, str]
 # Which segments were changed, bool `[N]`, and the logits.
 _Run = tuple[np.ndarray, torch.Tensor]
 
@@ -45,19 +39,26 @@ class Probes:
 
     Args:
         model (`nn.Module`):
-            In the mode that training uses.
+            In the mode to check.
         boundaries ([`Boundaries`]):
             Segments of the row.
         random_state (`RandomState`):
             Restored before every run.
+        training (`bool`, *optional*, defaults to `True`):
+            Whether that is train mode.
         row_options (`Any`):
             As for [`Row`].
     """
 
     def __init__(
-        self, model: nn.Module, boundaries: Boundaries, random_state: RandomState, **row_options: Any
+        self,
+        model: nn.Module,
+        boundaries: Boundaries,
+        random_state: RandomState,
+        training: bool = True,
+        **row_options: Any,
     ) -> None:
-        self._model = model
+        self._model, self._training = model, training
         self._boundaries = boundaries
         self._random_state = random_state
         self._row_options = {"random_state": random_state, "agree": self._agree, **row_options}
@@ -101,7 +102,7 @@ class Probes:
 
     # ---- perturbation
 
-    def _probe_perturbation(self) -> _Outcome:
+    def _probe_perturbation(self) -> Outcome:
         """
         Compare runs that differ in some segments' tokens, at the segments that they have in common.
 
@@ -152,7 +153,7 @@ class Probes:
         changed = self._row.run(self._row.with_changed(self._row.is_in(source)), bounded=base is None)
         return self._row.per_segment(token_effects(self._base if base is None else base, changed))
 
-    def _judge_layers(self, moved: tuple[_Run, _Run]) -> _Outcome:
+    def _judge_layers(self, moved: tuple[_Run, _Run]) -> Outcome:
         """Judge every layer by itself, because these two runs differ where they have the same tokens."""
         watch = LayerWatch(self._row.model, self._boundaries.total_tokens)
         with watch.recording():
@@ -160,12 +161,12 @@ class Probes:
         everywhere = np.ones(self._boundaries.total_tokens, dtype=bool)
         noise = {entry.name: float(entry.effects.max()) for entry in self._compare(watch, watched=everywhere)}
         worst_noise = max(noise.values(), default=0.0)
-        if self._agree(_NOISE_MARGIN * worst_noise > self._smallest_leak()):
+        if self._agree(NOISE_MARGIN * worst_noise > self._smallest_leak()):
             raise PackingError(
                 f"Two runs of the same row differ by {worst_noise:.1e} in one layer, so a leak of "
                 f"{self._smallest_leak():.1e} would not be seen. Set `torch.use_deterministic_algorithms(True)`."
             )
-        allowed = max(self._row.rounding(), _NOISE_MARGIN * worst_noise)
+        allowed = max(self._row.rounding(), NOISE_MARGIN * worst_noise)
         found: dict[str, LayerLeak] = {}
         largest_local = 0.0
         for source in range(self._boundaries.num_segments):
@@ -191,7 +192,7 @@ class Probes:
         explained = allowed if largest_local == 0.0 else np.inf
         if self._row.is_compiled and not is_found_anywhere:
             # The layers were judged without torch.compile, which must not move logits more than eager rounding does.
-            explained = max(allowed, _NOISE_MARGIN * self._move_in_eager(*moved))
+            explained = max(allowed, NOISE_MARGIN * self._move_in_eager(*moved))
         return self._verdict_on_rounding(self._move(*moved), allowed, explained)
 
     def _allowed_in(self, layer: nn.Module, allowed: float, noise: float) -> float:
@@ -201,17 +202,17 @@ class Probes:
         is_attention = kind_of(layer) == "attention" and "router" not in kinds and not has_indexer(layer)
         # Where a gradient has proven that there is a leak, only layers that regroup tokens may still move by rounding.
         if is_attention or (self._has_leaking_gradient and kind_of(layer) != "router"):
-            return max(self._row.gradient_rounding(), _NOISE_MARGIN * noise)
+            return max(self._row.gradient_rounding(), NOISE_MARGIN * noise)
         return allowed
 
-    def _verdict_on_rounding(self, effect: float, allowed: float, explained: float) -> _Outcome:
+    def _verdict_on_rounding(self, effect: float, allowed: float, explained: float) -> Outcome:
         if effect > explained:
             self._max_leak = max(self._max_leak, effect)
             return FAILED, effect, explained, "The logits moved, but no layer by itself shows why."
         self._rounding = max(self._rounding, effect)
         return PASSED, effect, allowed, "The others moved, and each layer by itself by no more than rounding."
 
-    def _verdict_on_layers(self, allowed: float) -> _Outcome:
+    def _verdict_on_layers(self, allowed: float) -> Outcome:
         effect = max(float(self._others(row, source).max()) for source, row in enumerate(self._influence))
         self._max_leak = max(self._max_leak, effect)
         first = self._layers[0]
@@ -232,7 +233,7 @@ class Probes:
 
     # ---- the other probes
 
-    def _probe_gradient(self) -> _Outcome:
+    def _probe_gradient(self) -> Outcome:
         """
         Look for gradients of some segments' logits at the others' embeddings.
 
@@ -320,7 +321,7 @@ class Probes:
                     leaks.append(LayerLeak(flow.name, class_name(flow.module), kind, source, target, effect))
         return tuple(leaks[:1])
 
-    def _probe_control(self) -> _Outcome:
+    def _probe_control(self) -> Outcome:
         """Run the last segment unpacked, and again with its first half changed: without a boundary this must show."""
         is_long_enough = self._boundaries.lengths[-1] > 1
         start = self._boundaries.offsets[-2] if is_long_enough else 0
@@ -332,7 +333,7 @@ class Probes:
         self._alone = base if is_long_enough else None
         effect = float(token_effects(base, other)[len(base) // 2 :].max())
         # Enough to stand out from what moves by rounding with boundaries, which on most models is nothing.
-        allowed = max(self._row.gradient_rounding(), _NOISE_MARGIN * self._rounding)
+        allowed = max(self._row.gradient_rounding(), NOISE_MARGIN * self._rounding)
         if effect > allowed:
             detail = "Where no boundary is between them, the first half of a segment does move the second half."
             return PASSED, effect, allowed, detail
@@ -352,9 +353,9 @@ class Probes:
 
     def _mode_for_alone(self) -> AbstractContextManager[None]:
         # Random numbers of train mode differ with the length of a row.
-        return mode(self._model, training=not self._draws_random_numbers)
+        return mode(self._model, training=self._training and not self._draws_random_numbers)
 
-    def _probe_alone(self) -> _Outcome:
+    def _probe_alone(self) -> Outcome:
         segment = self._boundaries.num_segments - 1
         is_in = self._row.is_in(segment)
         tokens = self._tokens_from(self._boundaries.offsets[-2])
@@ -365,46 +366,14 @@ class Probes:
                 packed = self._row.run(self._row.tokens).detach()
             alone = self._row.run_alone(tokens).detach() if self._alone is None else self._alone
             effects = token_effects(alone, packed[torch.from_numpy(is_in)])
-            effect, allowed = self._largest(effects, self._model), self._row.rounding()
+            effect, allowed = largest(effects, self._model, self._row), self._row.rounding()
             if self._agree(effect > allowed):
-                return self._judge_layers_alone(segment, tokens, effect)
+                return judge_layers_alone(self._row, segment, tokens, effect)
         return PASSED, effect, allowed, f"Segment {segment} gives the logits of the same tokens run unpacked."
-
-    def _judge_layers_alone(self, segment: int, tokens: np.ndarray, effect: float) -> _Outcome:
-        """Judge each layer by itself, since depth amplifies the rounding that another row length brings."""
-        watch = LayerWatch(self._row.model, self._boundaries.total_tokens)
-        with watch.recording():
-            self._row.run(self._row.tokens, eager=True)
-        everywhere = torch.ones(len(tokens), dtype=torch.bool)
-        with watch.comparing(everywhere, start=self._boundaries.offsets[segment]) as entries:
-            self._row.run_alone(tokens, eager=True)
-        # A layer rounds several times, and with another row length each of them may come out differently.
-        allowed = _NOISE_MARGIN * self._row.rounding()
-        local = {entry.name: self._largest(entry.effects, entry.module) for entry in entries}
-        first = next((entry for entry in entries if local[entry.name] > allowed), None)
-        if first is not None:
-            where = f"The difference enters in {first.name} ({class_name(first.module)})."
-            return (
-                FAILED,
-                effect,
-                allowed,
-                f"Segment {segment} gives other logits than when it is run unpacked. {where}",
-            )
-        if effect > _MOST_NOISE or not local:
-            return FAILED, effect, allowed, f"Segment {segment} gives other logits than when it is run unpacked."
-        found = max(local.values())
-        return PASSED, found, allowed, f"Segment {segment} run unpacked differs by the rounding of each layer only."
-
-    def _largest(self, effects: torch.Tensor, module: nn.Module) -> float:
-        """Take the largest effect of a comparison with another row length, less the tokens with close choices."""
-        is_half = torch.finfo(self._row.compute_dtype).bits < 32
-        # Rounding flips which expert or which past token is the next best; the scores of sparse attention even tie.
-        chooses = has_indexer(module) or (is_half and any(kind_of(part) == "router" for part in module.modules()))
-        return float(effects.float().quantile(_QUANTILE_WITH_CHOICES if chooses else 1.0))
 
     # ---- shared
 
-    def _attempt(self, name: str, probe: Callable[[], _Outcome] | None) -> ProbeResult:
+    def _attempt(self, name: str, probe: Callable[[], Outcome] | None) -> ProbeResult:
         if probe is None:
             return ProbeResult(name, OFF, np.nan, np.nan, "The caller turned it off.")
         try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+
+import torch
 
 from ..config import PackedSFTConfig
 from ..isolation import IsolationReport
@@ -15,11 +18,12 @@ from .resuming import ResumingTrainer
 
 
 class ProvingTrainer(ResumingTrainer):
-    """What [`PackedSFTTrainer`] refuses by length, and proves before step 1."""
+    """What [`PackedSFTTrainer`] refuses by length, and proves before step 1 and before the first evaluation."""
 
     isolation_report: IsolationReport | None
     _settings: PackedSFTConfig
     _image_collator: ImageRowCollator | None
+    _is_evaluation_proven: bool = False
 
     def _eval_mode(self) -> str:
         """`packed` to the budget, `flat` (the batch's samples end to end), or `padded`."""
@@ -52,15 +56,44 @@ class ProvingTrainer(ResumingTrainer):
         return prepared
 
     def _prove_isolation(self) -> None:
-        if self.args.isolation_check == "off":
-            self.accelerator.print(
-                "Isolation check: off (`isolation_check: off`). Nothing proves that samples stay apart."
-            )
+        if self._is_unproven_by_choice():
             return
         self.isolation_report = prove_isolation(self.model, self.accelerator)
         # With the first log, and so into every tracker.
         self._metrics["train"]["isolation_max_leak"].append(self.isolation_report.max_leak)
         self.accelerator.print(isolation_line(self.isolation_report))
+        self._prove_images()
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as TRL does, after a proof in eval mode before the first packed row."""
+        # Not earlier, because here the model is prepared and cast, also without `train`.
+        if not self._is_evaluation_proven:
+            self._prove_evaluation()
+            self._is_evaluation_proven = True
+        return super().prediction_step(*args, **kwargs)
+
+    def _prove_evaluation(self) -> None:
+        args, mode = self.args, self._eval_mode()
+        # A sample that has a row for itself gives what it gives alone.
+        may_mix = mode == "packed" or args.per_device_eval_batch_size > 1 or args.row_shape == "fixed"
+        if mode == "padded" or not may_mix or self._is_unproven_by_choice():
+            return
+        # A graph for eval mode and this row would be compiled for nothing else.
+        with torch.compiler.set_stance("force_eager") if args.torch_compile else nullcontext():
+            report = prove_isolation(self.model, self.accelerator, training=False)
+        self.accelerator.print(f"{isolation_line(report)} In eval mode.")
+        if self.isolation_report is None:
+            self.isolation_report = report
+            self._prove_images()
+
+    def _is_unproven_by_choice(self) -> bool:
+        if self.args.isolation_check == "off":
+            self.accelerator.print(
+                "Isolation check: off (`isolation_check: off`). Nothing proves that samples stay apart."
+            )
+        return bool(self.args.isolation_check == "off")
+
+    def _prove_images(self) -> None:
         if self._image_collator is not None:
             samples = samples_to_prove(self.train_dataset)
             # What is wrong with a sample is no leak.

@@ -75,7 +75,8 @@ class PackedSFTTrainer(ProvingTrainer):
 
     Raises:
         [`PackingError`]: If a setting cannot be honoured in packed training, before the data is touched.
-        [`LeakError`]: By `train`, before step 1, if segments influence one another on this model.
+        [`LeakError`]: By `train`, before step 1, and by `evaluate` and `predict`, before the first row, if segments
+            influence one another on this model.
     """
 
     data_collator: Any
