@@ -240,3 +240,59 @@ def test_samples_that_the_recipe_has_checked_are_not_checked_twice(tmp_path, mon
     assert len(calls) == 1
     packed_trainer(tmp_path, data, assistant_only_loss=True)
     assert len(calls) == 2
+
+
+READS_PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}.{% endfor %}"
+)
+# Two of the ways in which published templates misread parts without an error.
+PRINTS_PARTS = "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}.{% endfor %}"
+LOSES_PARTS = "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% endif %}.{% endfor %}"
+
+
+def in_parts(*kinds):
+    parts = [{"type": kind, "text": "yo" if kind == "text" else None} for kind in kinds]
+    turns = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "content": parts}]
+    return [{"messages": turns}] * 3
+
+
+def template_trainer(folder, template, data):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    args = PackedSFTConfig(**settings(folder, packing=True, max_steps=1))
+    return PackedSFTTrainer(model=model_of(), args=args, train_dataset=data, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [(None, "TypeError: can only concatenate"), (PRINTS_PARTS, "user:.*'type'"), (LOSES_PARTS, "'user:.assistant:.'")],
+    ids=["raises", "prints", "loses"],
+)
+def test_a_template_that_misreads_parts_is_refused(template, shown, stream, tmp_path):
+    data = as_dataset(in_parts("text", "text"))
+    with pytest.raises(PackingError, match=rf"must render a turn in parts .* it makes .*{shown}"):
+        template_trainer(tmp_path, template, data.to_iterable_dataset() if stream else data)
+
+
+def test_a_template_that_reads_parts_gets_them(tmp_path):
+    trainer = template_trainer(tmp_path, READS_PARTS, as_dataset(in_parts("text", "text")))
+    text = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
+    assert text == "user:hi.assistant:yoyo."
+
+
+def test_a_completion_in_parts_is_rendered_after_its_prompt(tmp_path):
+    """Many templates refuse turns that begin with the assistant's."""
+    turns = in_parts("text")[0]["messages"]
+    begins_with_user = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + READS_PARTS
+    )
+    data = as_dataset([{"prompt": turns[:1], "completion": turns[1:]}] * 3)
+    trainer = template_trainer(tmp_path, begins_with_user, data)
+    assert trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"]) == "user:hi.assistant:yo."
+
+
+def test_pictures_for_a_tokenizer_are_refused(tmp_path):
+    with pytest.raises(PackingError, match="a turn's content has a part of type 'image'"):
+        template_trainer(tmp_path, READS_PARTS, as_dataset(in_parts("text", "image")))

@@ -36,6 +36,8 @@ KNOWN_ROLES = (
 # What other tools write for the same roles.
 _ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _TOKEN_COLUMNS = ("labels", "completion_mask", "assistant_masks", "attention_mask")
+# Parts of a turn's content that only a processor reads.
+_MEDIA = ("image", "image_url", "video", "audio", "input_audio")
 _NUM_PEEKED = 100
 _BATCH = 1_000
 
@@ -108,6 +110,70 @@ def validate_samples(
         rules = _rules_for(_column_names(dataset), training_args, name)
     _right[dataset] = rules
     return dataset
+
+
+def check_content_parts(dataset: Dataset | IterableDataset, tokenizer: Any, chat_template: str | None = None) -> None:
+    """
+    Check that a chat template renders turns whose content is a list of parts as it renders their text.
+
+    Args:
+        dataset (`datasets.Dataset` or `datasets.IterableDataset`):
+            Samples for a tokenizer; a processor takes parts. The first 100 are looked at, of a stream the first.
+        tokenizer (`PreTrainedTokenizerBase`):
+            With the chat template.
+        chat_template (`str`, *optional*):
+            Instead of the tokenizer's own.
+
+    Raises:
+        [`PackingError`]: If a part is an image, a video or sound, or if the template fails on parts, leaves them out
+            or prints them as Python writes them.
+    """
+    from datasets import Dataset
+
+    for sample in dataset.take(_NUM_PEEKED if isinstance(dataset, Dataset) else 1):
+        # A template may not render a completion alone.
+        for columns in (("messages",), ("conversations",), ("prompt", "completion")):
+            values = [sample.get(column) for column in columns]
+            turns = [turn for value in values if isinstance(value, list) for turn in value]
+            if any(_has_parts(turn) for turn in turns):
+                _check_parts(turns, tokenizer, chat_template)
+                return
+
+
+def _content(turn: Mapping[str, Any]) -> Any:
+    return turn.get("content", turn.get("value"))
+
+
+def _has_parts(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and isinstance(_content(turn), list)
+
+
+def _check_parts(turns: list[Any], tokenizer: Any, chat_template: str | None) -> None:
+    in_parts, in_text = [], []
+    for turn in turns:
+        turn = {**turn, "role": turn.get("role", turn.get("from")), "content": _content(turn)}
+        parts = [part for part in turn["content"] if isinstance(part, Mapping)] if _has_parts(turn) else []
+        if media := [part["type"] for part in parts if part.get("type") in _MEDIA]:
+            raise PackingError(
+                f"A text model reads text, but a turn's content has a part of type {media[0]!r}. Remove such parts, "
+                "or train a model that takes them, with its processor."
+            )
+        # One part: how a template joins several is its own affair.
+        text = [part for part in parts if part.get("type") == "text" and isinstance(part.get("text"), str)][:1]
+        in_parts.append({**turn, "content": text} if text else turn)
+        in_text.append({**turn, "content": text[0]["text"]} if text else turn)
+    expected = tokenizer.apply_chat_template(in_text, tokenize=False, chat_template=chat_template)
+    try:
+        rendered = tokenizer.apply_chat_template(in_parts, tokenize=False, chat_template=chat_template)
+    # A template may raise anything.
+    except Exception as error:
+        rendered = f"{type(error).__name__}: {error}"
+    if rendered != expected:
+        raise PackingError(
+            "The chat template must render a turn in parts (`[{'type': 'text', ...}]`) as the text of the parts, but "
+            f"it makes {rendered[:120]!r} of the first such sample. Join its parts into one string, or set "
+            "`chat_template_path` to a template that reads parts."
+        )
 
 
 def _column_names(dataset: Any) -> list[str]:

@@ -43,6 +43,7 @@ from ..register import register_ops
 from ..register.router import has_routers
 from ..report import fates_text, simulated_steps
 from ..sampler import RankedBatchSampler
+from ..samples import check_content_parts
 from ..streaming import RowStream
 from ..vision import (
     IMAGE_COLUMNS,
@@ -197,6 +198,8 @@ class PackedSFTTrainer(ProvingTrainer):
     ) -> Any:
         is_train, self._is_preparing_train = self._is_preparing_train, False
         check_end_token(dataset, args, formatting_func, self._tokenizer)
+        if formatting_func is None and processing_class is self._tokenizer:
+            check_content_parts(dataset, processing_class, self.chat_template)
         if is_train:
             given = {"labels", "assistant_masks"} & set(get_dataset_column_names(dataset))
             self._may_mask_labels = bool(given or args.assistant_only_loss or self.completion_only_loss)
