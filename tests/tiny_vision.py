@@ -20,6 +20,7 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen3_5Config,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -125,7 +126,11 @@ def tiny_vision_model(model_type: str, attn_implementation: str = "sdpa", seed: 
         vision = {**tower, "depth": 2, "out_hidden_size": 64, "patch_size": 14, "num_position_embeddings": 64}
         vision["deepstack_visual_indexes"] = [0]
         text = {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
-        config = Qwen3VLConfig(vision_config=vision, text_config=text, **QWEN_IDS)
+        config_class: Any = Qwen3VLConfig
+        if model_type == "qwen3_vl_moe":
+            config_class = Qwen3VLMoeConfig
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        config = config_class(vision_config=vision, text_config=text, **QWEN_IDS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation=attn_implementation)

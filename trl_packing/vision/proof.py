@@ -8,7 +8,7 @@ otherwise, but sees what the first does not: an image in the wrong place of its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,10 @@ from .rows import IMAGE_COLUMNS, ImageRowCollator, base_model
 
 # TRL's padded batch differs from single samples by rounding too; the maximum over a row is a few times that.
 _NOISE_MARGIN = 4
-# Of what everything moves without boundaries, the shares that rounding may move. More is no rounding: the padded batch
-# mixes samples too.
-_FULL_PRECISION_SHARE, _HALF_PRECISION_SHARE = 0.01, 0.1
+# Of what everything moves without boundaries, the share that half precision may hide, and the most that may count as
+# noise: more is no rounding, the padded batch mixes samples too.
+_HALF_PRECISION_SHARE = 0.1
+_MOST_NOISE, _MOST_HALF_PRECISION_NOISE = 0.01, 0.5
 _PIXELS = "pixel_values"
 
 
@@ -88,32 +89,36 @@ def check_images(model: nn.Module, collator: ImageRowCollator, samples: list[dic
         return "Images: no sample of the data set has one, so nothing is proven about them."
     owners = [module for module in model.modules() if hasattr(module, "rope_deltas")]
     deltas = [module.rope_deltas for module in owners]
-    with kept_state(model), mode(model), torch.no_grad(), _Precision(model) as precision:
-        packed, again = (_logits(model, row)[0] for _ in range(2))
+    with kept_state(model), mode(model), torch.no_grad(), _Precision(model) as precision, _Decoder(model) as decoder:
+        packed, again = (decoder.around(_logits(model, row)[0]) for _ in range(2))
         # One segment from end to end: what the row would be without boundaries.
-        whole = Boundaries.from_lengths([packed.shape[0]]).to_model_kwargs(host_offsets=collator.host_offsets)
+        whole = Boundaries.from_lengths([len(packed[0])]).to_model_kwargs(host_offsets=collator.host_offsets)
         whole["position_ids"] = _with_text_positions(row["position_ids"], whole["position_ids"])
         mixed = _logits(model, {**row, **whole})[0]
         padded = _padded_logits(model, collator, samples)
         alone = torch.cat([_padded_logits(model, collator, [sample]) for sample in samples])
         moves = [
-            (token_effects(packed, _logits(model, {**row, _PIXELS: pixels})[0]), changed)
+            (*decoder.around(_logits(model, {**row, _PIXELS: pixels})[0]), changed)
             for pixels, changed in _other_pixels(collator, row, samples)
         ]
     for module, delta in zip(owners, deltas, strict=True):
         module.rope_deltas = delta
-    name, rounding = type(base_model(model)).__name__, packed.shape[0] * torch.finfo(torch.float32).eps
-    effect, noise, control = (_largest(alone, other) for other in (packed, padded, mixed))
+    name, rounding = type(base_model(model)).__name__, len(alone) * torch.finfo(torch.float32).eps
+    effect, noise, control = (_largest(alone, other) for other in (packed[0], padded, mixed))
+    most_noise = _MOST_HALF_PRECISION_NOISE if precision.is_half else _MOST_NOISE
     # Depth amplifies the rounding of half precision.
     depth = control * _HALF_PRECISION_SHARE if precision.is_half else 0.0
-    allowed = max(rounding, min(_NOISE_MARGIN * noise, control * _FULL_PRECISION_SHARE), depth)
-    still = max(_rounding_of_one_layout(model, rounding, precision, allowed), _NOISE_MARGIN * _largest(packed, again))
-    moved = max(float(effects[~changed].max()) for effects, changed in moves)
-    if moved > still:
-        raise LeakError(
-            f"The pixels of one sample move the logits of another in the same row on {name}, by {moved:.1e}, and "
-            f"rounding explains {still:.1e}: images mix. Use TRL's `SFTTrainer` with `per_device_train_batch_size: 1`."
-        )
+    allowed = max(rounding, min(_NOISE_MARGIN * noise, control * most_noise), depth)
+    # At the logits, and before them where the decoder begins: its experts round more than a leak of a tower may be.
+    for number, modules in enumerate((model.modules(), decoder.modules_before())):
+        still = _rounding_of_one_layout(modules, rounding, precision, allowed)
+        still = max(still, _NOISE_MARGIN * _largest(packed[number], again[number]))
+        moved = max(_largest(packed[number][~move[2]], move[number][~move[2]]) for move in moves)
+        if moved > still:
+            raise LeakError(
+                f"The pixels of one sample move another in the same row on {name}, by {moved:.1e}, and rounding "
+                f"explains {still:.1e}: images mix. Use TRL's `SFTTrainer` with `per_device_train_batch_size: 1`."
+            )
     if effect > allowed:
         raise LeakError(
             f"Samples with images give other logits in a packed row than alone on {name}: "
@@ -121,7 +126,7 @@ def check_images(model: nn.Module, collator: ImageRowCollator, samples: list[dic
         )
     for what, seen, limit in (
         ("without boundaries samples with images", control, allowed),
-        ("with other pixels the sample that has them", min(float(effects.max()) for effects, _ in moves), still),
+        ("with other pixels the sample that has them", min(_largest(packed[1], move[1]) for move in moves), still),
     ):
         if seen <= limit:
             raise LeakError(
@@ -131,7 +136,7 @@ def check_images(model: nn.Module, collator: ImageRowCollator, samples: list[dic
     limit = f"; in half precision up to {allowed:.1g} would pass" if precision.is_half else ""
     return (
         f"Images: {len(samples)} samples give in a packed row what they give alone (they differ by {effect:.1g}"
-        f"{limit}), and the pixels of one move the others by {moved:.1g}."
+        f"{limit}), and the pixels of one move the others by {moved:.1g} where the decoder begins."
     )
 
 
@@ -153,10 +158,14 @@ def _other_pixels(
     ]
 
 
-def _rounding_of_one_layout(model: nn.Module, rounding: float, precision: _Precision, allowed: float) -> float:
+def _rounding_of_one_layout(
+    modules: Iterable[nn.Module], rounding: float, precision: _Precision, allowed: float
+) -> float:
     """How far a sample may move because another in the same layout has other content."""
-    kinds = {kind_of(module) for module in model.modules()}
-    if "router" in kinds:
+    modules = list(modules)
+    kinds = {kind_of(module) for module in modules}
+    # A dense tower of a family of experts has names like theirs.
+    if any(hasattr(module, "experts") for module in modules):
         # Experts regroup their tokens, and the layers behind amplify that.
         return allowed
     # A recurrence may carry a sum along the row.
@@ -166,6 +175,40 @@ def _rounding_of_one_layout(model: nn.Module, rounding: float, precision: _Preci
 
 def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(token_effects(one, other).max())
+
+
+class _Decoder:
+    """What the decoder gets: the row's embeddings with images merged in, and those for its deeper layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._decoder = model, base_model(model).get_decoder()
+
+    def __enter__(self) -> _Decoder:
+        self._handle = self._decoder.register_forward_pre_hook(self._look, with_kwargs=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+
+    def _look(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._kwargs = kwargs
+
+    def around(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the last run, of one row, and beside them what went in: one vector per token, `[T, ...]`."""
+        embeddings = self._kwargs.get("inputs_embeds")
+        if embeddings is None:
+            return logits, logits
+        parts = [embeddings[0]]
+        for deep in self._kwargs.get("deepstack_visual_embeds") or ():
+            placed = torch.zeros_like(parts[0])
+            placed[self._kwargs["visual_pos_masks"][0]] = deep.to(placed)
+            parts.append(placed)
+        return logits, torch.cat(parts, dim=-1).float().cpu()
+
+    def modules_before(self) -> list[nn.Module]:
+        """The vision tower, and what merges images and text."""
+        inside = {id(module) for module in self._decoder.modules()}
+        return [module for module in self._model.modules() if id(module) not in inside]
 
 
 class _Precision:
