@@ -7,11 +7,13 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image, List, Value
+from tiny_vision import picture_talks
 from training import conversations, losses, packed_trainer
 from transformers import TrainerCallback
 
 from trl_packing import PackingError
+from trl_packing.dataset import texts_digest, tokens_digest
 from trl_packing.resume import last_whole_checkpoint
 from trl_packing.trainer.resuming import _move_schedule
 
@@ -279,6 +281,54 @@ def test_another_data_set_is_refused(whole, tmp_path):
     other = packed_trainer(tmp_path, conversations(30, seed=9), **RUN)
     with pytest.raises(PackingError, match="hash of the samples' lengths"):
         other.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+
+
+def test_other_data_of_equal_lengths_is_refused(whole, tmp_path):
+    folder, _ = whole
+    talks = conversations(30)
+    for talk in talks:
+        for message in talk["messages"]:
+            message["content"] = message["content"][::-1]
+    other = packed_trainer(tmp_path, talks, **RUN)
+    with pytest.raises(PackingError, match="hash of some samples' content` was") as refusal:
+        other.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    assert "lengths" not in str(refusal.value)
+
+
+def test_the_hash_of_the_content_is_the_same_however_the_data_is_stored(tmp_path):
+    random = np.random.default_rng(0)
+    rows = [{"input_ids": ids, "labels": ids} for ids in (random.integers(0, 9, 5).tolist() for _ in range(300))]
+    data = Dataset.from_list(rows)
+    digest = tokens_digest(data)
+    assert tokens_digest(Dataset.from_list(rows[::-1])) != digest
+    data.save_to_disk(tmp_path / "data", num_shards=3)
+    assert tokens_digest(Dataset.load_from_disk(tmp_path / "data")) == digest
+    assert tokens_digest(Dataset.from_list(rows[::-1]).select(range(299, -1, -1)).with_format("torch")) == digest
+    narrow = data.features.copy()
+    narrow["input_ids"] = List(Value("int32"))
+    assert tokens_digest(data.cast(narrow)) == digest
+    masked = [{**row, "labels": [-100, *row["labels"][1:]]} for row in rows]
+    assert tokens_digest(Dataset.from_list(masked)) != digest
+
+
+def test_samples_with_images_are_known_by_their_texts_and_sizes(tmp_path):
+    columns = ["messages", "images", "not there"]
+    talks = picture_talks(12)
+    digest = texts_digest(talks, columns)
+    talks.save_to_disk(tmp_path / "talks")
+    assert texts_digest(Dataset.load_from_disk(tmp_path / "talks"), columns) == digest
+    assert texts_digest(picture_talks(12, seed=5), columns) != digest
+    # Files on one machine, bytes on another, and a column that nobody trains on.
+    files = []
+    for number, talk in enumerate(talks):
+        paths = [str(tmp_path / f"{number}-{index}.png") for index in range(len(talk["images"]))]
+        for path, image in zip(paths, talk["images"], strict=True):
+            image.save(path)
+        files.append({"id": number, "messages": talk["messages"], "images": paths})
+    stored = Dataset.from_list(files).cast_column("images", List(Image()))
+    assert texts_digest(stored, columns) == digest
+    wider = [{**talk, "images": [image.resize((99, 28)) for image in talk["images"]]} for talk in talks]
+    assert texts_digest(Dataset.from_list(wider), columns) != digest
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(whole, tmp_path):

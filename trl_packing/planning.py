@@ -15,7 +15,7 @@ from datasets import Dataset
 from .balance import least_headroom
 from .config import PackedSFTConfig
 from .cost import RowCost
-from .dataset import FragmentDataset, SampleTable, read_samples
+from .dataset import FragmentDataset, SampleTable, read_samples, tokens_digest
 from .packing import PackPlan, plan_batches, plan_packs
 from .report import PlanReport
 from .sampler import RankedBatchSampler
@@ -52,6 +52,11 @@ class TrainPlan:
             keep_end=self.args.truncation_mode == "keep_end",
             masked=self.masked,
         )
+
+    @cached_property
+    def content(self) -> str:
+        """Hash of what a few dozen samples hold."""
+        return tokens_digest(self.dataset)
 
     @property
     def seed(self) -> int:
@@ -157,14 +162,14 @@ class TrainPlan:
         return FragmentDataset(self.dataset, self.for_epoch(0).fragments)
 
 
-def plan_fingerprint(args: PackedSFTConfig, samples: SampleTable | None) -> dict[str, Any]:
+def plan_fingerprint(args: PackedSFTConfig, plan: TrainPlan | None) -> dict[str, Any]:
     """
     Say what a plan was made from, for a resumed run to compare.
 
     Args:
         args ([`PackedSFTConfig`]):
             The run's settings.
-        samples ([`SampleTable`], *optional*):
+        plan ([`TrainPlan`], *optional*):
             Of the training set; `None` for a stream.
 
     Returns:
@@ -182,17 +187,19 @@ def plan_fingerprint(args: PackedSFTConfig, samples: SampleTable | None) -> dict
         "balance": args.balance,
         "seed": args.seed if args.data_seed is None else args.data_seed,
     }
-    if samples is None:
+    if plan is None:
         # A stream's place is known in optimiser steps only.
         rows_per_step = args.world_size * args.gradient_accumulation_steps
         samples_per_row = 1 if args.packing else args.per_device_train_batch_size
         fingerprint["ranks x gradient_accumulation_steps x samples per row"] = rows_per_step * samples_per_row
     else:
+        samples = plan.samples
         digest = hashlib.sha256(samples.lengths.tobytes() + samples.untrainable.tobytes())
         fingerprint |= {
             "number of samples": int(samples.lengths.size),
             "number of tokens": int(samples.lengths.sum()),
             "hash of the samples' lengths": digest.hexdigest()[:16],
+            "hash of some samples' content": plan.content,
         }
     return fingerprint
 

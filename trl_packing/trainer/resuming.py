@@ -157,7 +157,7 @@ class ResumingTrainer(TokenLossTrainer):
         return prepared
 
     def _fingerprint(self) -> dict[str, Any]:
-        return plan_fingerprint(self.args, None if self._train_plan is None else self._train_plan.samples)
+        return plan_fingerprint(self.args, self._train_plan)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         pending = torch.as_tensor(self._sums["train"].sums.get("tokens", 0.0), device=self.accelerator.device)

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from ..boundaries import IGNORE_INDEX
 from ..collator import ROW_INFO, RowInfo, target_positions
 from ..config import PackedSFTConfig
-from ..dataset import SampleTable
+from ..dataset import SampleTable, texts_digest
 from ..errors import PackingError
 from ..isolation.row import unwrapped
 from ..packing import PackPlan, plan_batches
@@ -325,6 +325,12 @@ class ImagePlan(TrainPlan):
         """As many samples as the data set has, all trainable."""
         number = len(self.dataset)
         return SampleTable(np.ones(number, dtype=np.int64), np.zeros(number, dtype=bool))
+
+    @cached_property
+    def content(self) -> str:
+        """Hash of the texts and image sizes of a few dozen samples."""
+        names = ["messages", "prompt", "completion", self.args.dataset_text_field, *sorted(IMAGE_COLUMNS)]
+        return texts_digest(self.dataset, names)
 
     def fragments(self) -> RawSamples:  # type: ignore[override]
         """The samples that the sampler's numbers refer to."""
