@@ -21,6 +21,10 @@ VARIANTS = {
     "padded_batch_1": {"packing": True, "eval_packing": False, "per_device_eval_batch_size": 1},
     "aligned": {"packing": True, "pad_to_multiple_of": 64},
     "fixed": {"packing": True, "row_shape": "fixed", "max_segments": 12, "token_budget": 512},
+    "aligned_fixed": {
+        **{"packing": True, "row_shape": "fixed", "max_segments": 12},
+        **{"token_budget": 500, "pad_to_multiple_of": 64},
+    },
     "split": {"packing": True, "overlong": "split", "max_length": 200},
 }
 

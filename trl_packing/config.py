@@ -187,9 +187,17 @@ class PackedSFTConfig(SFTConfig):
         return None if self.max_length is None else self.max_length * self.per_device_train_batch_size
 
     @property
+    def row_budget(self) -> int | None:
+        """Tokens of samples that a packed row holds: the token budget, to which the alignment tail belongs."""
+        budget, multiple = self.resolved_token_budget, self.pad_to_multiple_of
+        if budget is None or multiple is None:
+            return budget
+        return max(budget // multiple * multiple, self.max_length or 1)
+
+    @property
     def resolved_max_length(self) -> int | None:
         """Most tokens of a sample: `max_length`, or what a packed training row holds."""
-        return self.token_budget if self.max_length is None and self.packing else self.max_length
+        return self.row_budget if self.max_length is None and self.packing else self.max_length
 
     @property
     def resolved_overlong(self) -> str:

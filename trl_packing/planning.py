@@ -88,9 +88,11 @@ class TrainPlan:
         return needed
 
     def _packs(self, epoch: int, headroom: float) -> PackPlan:
+        budget = self.args.row_budget
+        assert budget is not None
         return plan_packs(
             self.samples.lengths,
-            self._row_budget,
+            budget,
             order=self.args.packing_order,  # type: ignore[arg-type]
             seed=self.seed,
             epoch=epoch,
@@ -107,14 +109,6 @@ class TrainPlan:
             "truncation": self.args.truncation_mode,
             "exclude": self.samples.untrainable,
         }
-
-    @property
-    def _row_budget(self) -> int:
-        budget = self.args.resolved_token_budget
-        assert budget is not None
-        multiple = self.args.pad_to_multiple_of
-        # The alignment tail belongs to the budget.
-        return budget if multiple is None else max(budget // multiple * multiple, self.args.max_length or 1)
 
     def _stock_order(self, epoch: int) -> np.ndarray[Any, Any]:
         """The Trainer's sample order: a seeded permutation of the samples that are left, or data order."""
@@ -233,7 +227,7 @@ def plan_evaluation(dataset: Dataset, args: PackedSFTConfig, *, packed: bool) ->
         "exclude": samples.untrainable,
     }
     if packed:
-        budget = args.resolved_token_budget
+        budget = args.row_budget
         if max_length is None:
             # Nothing is cut, so a row holds any sample.
             budget = max(budget or 1, int(samples.lengths.max()))

@@ -65,7 +65,7 @@ class RowStream(torch.utils.data.IterableDataset[list[dict[str, Any]]]):
             "truncation": args.truncation_mode,
             "max_segments": args.max_segments,
         }
-        self.token_budget = args.resolved_token_budget if packed else None
+        self.token_budget = args.row_budget if packed else None
         self.counts: dict[str, int] = {}
 
     def set_epoch(self, epoch: int) -> None:
