@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from training import conversations, losses, model_of, packed_trainer
 from transformers import TrainerCallback
 
 from trl_packing import PackingError
+from trl_packing.trainer.weights import load_weights
 
 RUN = {"packing": True, "token_budget": 400, "save_strategy": "steps", "save_steps": 1, "isolation_check": "off"}
 FULL = {**RUN, "max_steps": 4, "learning_rate": 1e-2}
@@ -88,6 +92,21 @@ def test_parameters_stay_the_same_objects(tmp_path):
     before = [id(param) for param in resumed.model.parameters()]
     resumed._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
     assert [id(param) for param in resumed.model.parameters()] == before
+
+
+def test_divided_weights_take_their_part(tmp_path):
+    """As `load_best_model_at_end` with transformers' own FSDP2, which divides a model while it is built."""
+    stored = model_of(model_type="mixtral")
+    stored.save_pretrained(tmp_path / "model")
+    dist.init_process_group("gloo", init_method=(tmp_path / "group").as_uri(), rank=0, world_size=1)
+    try:
+        divided = fully_shard(model_of(model_type="mixtral"), mesh=init_device_mesh("cpu", (1,)))
+        for param in divided.parameters():
+            torch.nn.init.zeros_(param)
+        load_weights(divided, tmp_path / "model")
+        assert_same(stored, {name: tensor.full_tensor() for name, tensor in divided.state_dict().items()})
+    finally:
+        dist.destroy_process_group()
 
 
 def without(file: Path, *names: str) -> None:

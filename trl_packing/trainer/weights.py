@@ -11,6 +11,7 @@ from pathlib import Path
 
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import load_peft_weights
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
@@ -65,6 +66,10 @@ def load_weights(model: PreTrainedModel, checkpoint: str | Path) -> None:
     }
     parameters = {name for name, _ in model.named_parameters()}
     _refuse_missing([name for name in model.state_dict() if name in parameters and name not in weights], checkpoint)
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, DTensor) and name in weights:
+            # Divided by `distributed_config`. Every rank has read the file, so each takes its part.
+            weights[name] = distribute_tensor(weights[name], tensor.device_mesh, tensor.placements, src_data_rank=None)
     model.load_state_dict(weights, strict=False)
 
 
