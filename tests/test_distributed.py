@@ -59,6 +59,16 @@ def test_fewer_samples_than_ranks_and_one_too_many(packing, tmp_path):
     assert ranks[0]["num_tokens"] == one[0]["num_tokens"]
 
 
+def test_resuming_puts_experts_back_on_every_rank(tmp_path):
+    """They are stored one by one, under other names than the model's."""
+    run = {**PACKED, "num_train_epochs": 1, "model_type": "mixtral", "learning_rate": 1e-2}
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    whole = train_on(2, tmp_path / "whole", **run, **saving)
+    resumed = train_on(2, tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-1"), **run)
+    assert [rank["losses"] for rank in resumed] == [rank["losses"] for rank in whole]
+    assert [rank["weights"] for rank in resumed] == [rank["weights"] for rank in whole]
+
+
 def test_resuming_in_epoch_2_goes_on_with_its_own_plan(tmp_path):
     run = {**PACKED, "num_train_epochs": 3, "gradient_accumulation_steps": 2, "lora": True}
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": False}
