@@ -278,7 +278,7 @@ def test_row_is_small_and_runs_are_few():
         lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     check_isolation(model)
-    assert len(tokens) <= 6
+    assert len(tokens) <= 7
     # Less than half a step over 1,024 tokens, whose backward pass costs twice its forward pass.
     assert sum(tokens) + 2 * 2 * max(tokens) < 3 * 1024 / 2
 

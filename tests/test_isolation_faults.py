@@ -429,7 +429,7 @@ def test_layer_that_looks_ahead_within_each_segment_is_no_leak():
     model = tiny_model("llama")
 
     def look_ahead(module: nn.Module, args: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        lengths = [67, 1, 5, 70] if output[0].shape[1] == 143 else [70]
+        lengths = [67, 1, 5, 70] if output[0].shape[1] == 143 else [output[0].shape[1]]
         parts = output[0].split(lengths, dim=1)
         return torch.cat([part + part.mean(dim=1, keepdim=True) for part in parts], dim=1), *output[1:]
 

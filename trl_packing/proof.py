@@ -19,7 +19,9 @@ from .lora import AdapterGradients, adapter_gradients
 _Result = TypeVar("_Result")
 
 
-def prove_isolation(model: nn.Module, accelerator: Accelerator, *, training: bool = True) -> IsolationReport:
+def prove_isolation(
+    model: nn.Module, accelerator: Accelerator, *, training: bool = True, **row_options: Any
+) -> IsolationReport:
     """
     Check that segments do not influence one another, and stop all ranks otherwise.
 
@@ -30,6 +32,9 @@ def prove_isolation(model: nn.Module, accelerator: Accelerator, *, training: boo
             The trainer's.
         training (`bool`, *optional*, defaults to `True`):
             Whether to check train mode. An evaluation needs eval mode, and no gradients.
+        row_options (`Any`):
+            What the collator gives beside: `position_ids_start`, `host_offsets` and `repeats_offsets`, as for
+            [`check_isolation`].
 
     Returns:
         [`IsolationReport`]: Of this rank.
@@ -39,7 +44,7 @@ def prove_isolation(model: nn.Module, accelerator: Accelerator, *, training: boo
     """
 
     def check() -> IsolationReport:
-        report = check_isolation(model, training=training, gradients=training, host_offsets=True)
+        report = check_isolation(model, training=training, gradients=training, **row_options)
         report.raise_if_leaking()
         return report
 

@@ -7,7 +7,7 @@ Four probes on one small packed row:
   of change try every pair of four segments, in both directions.
 - gradient: no segment's logits may have a gradient at the input embeddings of those before it, in two backward passes.
 - control: where no boundary is in between, such a change must move what follows, otherwise the probes see nothing.
-- alone: the last segment's logits must equal those of the same tokens run as an unpacked sample.
+- alone: the last and the shortest segment's logits must equal those of the same tokens run as an unpacked sample.
 
 "Must not move" means exactly 0. Where something moves all the same, `layers.py` judges every layer on its own: what
 remains within the rounding of the model's own precision, such as an expert layer whose groups of tokens changed, is
@@ -43,14 +43,15 @@ def check_isolation(
     training: bool = True,
     position_ids_start: int = 0,
     host_offsets: bool = False,
+    repeats_offsets: bool = False,
 ) -> IsolationReport:
     """
     Prove on one small packed row that no segment influences another, or say where one does.
 
     The model runs as in training (`use_cache=False`, the caller's autocast) but without dropout. Weights, gradients,
-    random generators, buffers, train/eval flags, hooks and `config.use_cache` are left exactly as they
-    were. An exact model costs 4 forward and 2 backward passes over the row, and 2 forward passes over its last
-    segment; expert layers, whose rounding has to be told from a leak, up to 6 more. Where parameters are sharded over
+    random generators, buffers, train/eval flags, hooks and `config.use_cache` are left exactly as they were. An exact
+    model costs 4 forward and 2 backward passes over the row, 2 forward passes over its last segment and 1 over its
+    shortest; expert layers, whose rounding has to be told from a leak, up to 6 more. Where parameters are sharded over
     ranks, all ranks have to take part.
 
     Args:
@@ -74,6 +75,9 @@ def check_isolation(
             Position of each segment's first token, as the collator passes it.
         host_offsets (`bool`, *optional*, defaults to `False`):
             Whether to pass `cu_seqlens_cpu`, as the collator does.
+        repeats_offsets (`bool`, *optional*, defaults to `False`):
+            Whether to repeat the last offset and to give `max_length_q` as an upper bound only, as rows of
+            `row_shape: fixed` do.
 
     Returns:
         [`IsolationReport`]: Leaks, and probes that could not run, are in the report; nothing is raised for them.
@@ -95,6 +99,10 @@ def check_isolation(
     """
     model = unwrapped(model)
     boundaries = Boundaries.from_lengths(default_lengths(model) if lengths is None else lengths)
+    if repeats_offsets:
+        boundaries = Boundaries(
+            boundaries.lengths, num_offsets=boundaries.num_segments + 4, max_seqlen=boundaries.total_tokens
+        )
     if boundaries.num_segments < 3:
         raise PackingError(
             f"The check needs at least 3 segments, but `lengths` has {boundaries.num_segments}. Leave `lengths` "

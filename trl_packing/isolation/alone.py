@@ -20,6 +20,7 @@ NOISE_MARGIN = 4
 _QUANTILE_WITH_CHOICES = 0.9
 # More than this is never the sum of many small differences.
 _MOST_NOISE = 0.5
+_FAR = 1e30
 
 # Status, effect, what is allowed, and a sentence.
 Outcome = tuple[str, float, float, str]
@@ -63,7 +64,13 @@ def judge_layers_alone(row: Row, segment: int, tokens: np.ndarray, effect: float
 
 def largest(effects: torch.Tensor, module: nn.Module, row: Row) -> float:
     """Take the largest effect of a comparison with another row length, less the tokens with close choices."""
+    # An output of zeros in one of the two moves infinitely far, of which a quantile would make NaN.
+    finite = effects.float().nan_to_num(_FAR, _FAR).clamp(max=_FAR)
+    return float(finite.quantile(_QUANTILE_WITH_CHOICES if has_choices(module, row) else 1.0))
+
+
+def has_choices(module: nn.Module, row: Row) -> bool:
+    """Say whether rounding flips which expert or which past token is the next best, in the row's precision."""
     is_half = torch.finfo(row.compute_dtype).bits < 32
-    # Rounding flips which expert or which past token is the next best; the scores of sparse attention even tie.
-    chooses = has_indexer(module) or (is_half and any(kind_of(part) == "router" for part in module.modules()))
-    return float(effects.float().quantile(_QUANTILE_WITH_CHOICES if chooses else 1.0))
+    # The scores of sparse attention even tie.
+    return has_indexer(module) or (is_half and any(kind_of(part) == "router" for part in module.modules()))

@@ -241,7 +241,7 @@ class LayerWatch:
         return tensor.is_floating_point() and (flat or (len(shape) > 2 and shape[:2] == (1, self._num_tokens)))
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.shape[0] == self._num_tokens else tensor[0]
+        return tensor if tensor.ndim == 2 else tensor[0]
 
     def _token_tensors(self, value: Any) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):

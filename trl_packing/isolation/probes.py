@@ -18,7 +18,7 @@ from torch import nn
 
 from ..boundaries import Boundaries
 from ..errors import PackingError
-from .alone import NOISE_MARGIN, Outcome, judge_layers_alone, largest
+from .alone import NOISE_MARGIN, Outcome, has_choices, judge_layers_alone, largest
 from .layers import Entry, LayerWatch, class_name, has_indexer, kind_of, mask_opens
 from .reach import length_notes
 from .report import FAILED, NOT_RUN, OFF, PASSED, IsolationReport, LayerLeak, ProbeResult, sentence_of
@@ -324,7 +324,7 @@ class Probes:
     def _probe_control(self) -> Outcome:
         """Run the last segment unpacked, and again with its first half changed: without a boundary this must show."""
         is_long_enough = self._boundaries.lengths[-1] > 1
-        start = self._boundaries.offsets[-2] if is_long_enough else 0
+        start = self._boundaries.offsets[self._boundaries.num_segments - 1] if is_long_enough else 0
         with self._mode_for_alone():
             base, other = (
                 self._row.run_alone(self._tokens_from(start, changed=changed), eager=True).detach()
@@ -356,19 +356,38 @@ class Probes:
         return mode(self._model, training=self._training and not self._draws_random_numbers)
 
     def _probe_alone(self) -> Outcome:
-        segment = self._boundaries.num_segments - 1
-        is_in = self._row.is_in(segment)
-        tokens = self._tokens_from(self._boundaries.offsets[-2])
+        lengths = self._boundaries.lengths
+        last, shortest = len(lengths) - 1, int(np.argmin(lengths))
         with self._mode_for_alone():
             packed = self._base
             if self._draws_random_numbers:
                 self._notes.append("The model draws random numbers in train mode: it was run alone in eval mode.")
                 packed = self._row.run(self._row.tokens).detach()
-            alone = self._row.run_alone(tokens).detach() if self._alone is None else self._alone
-            effects = token_effects(alone, packed[torch.from_numpy(is_in)])
-            effect, allowed = largest(effects, self._model, self._row), self._row.rounding()
-            if self._agree(effect > allowed):
-                return judge_layers_alone(self._row, segment, tokens, effect)
+            outcome = self._compare_alone(last, packed, self._alone)
+            # Of one token nothing is left after those with close choices.
+            if self._agree(outcome[0] != PASSED or shortest == last or has_choices(self._model, self._row)):
+                return outcome
+            try:
+                short = self._compare_alone(shortest, packed, None)
+            # Not every model takes a sample of one token, which trains nothing.
+            except Exception as error:
+                self._note(f"Segment {shortest} could not be run alone: {sentence_of(error)}")
+                return outcome
+        if short[0] != PASSED:
+            return short
+        _, effect, allowed, detail = max(outcome, short, key=lambda one: (one[2], one[1]))
+        if allowed <= self._row.rounding():
+            detail = f"Segments {shortest} and {last} give what the same tokens give run unpacked."
+        return PASSED, effect, allowed, detail
+
+    def _compare_alone(self, segment: int, packed: torch.Tensor, alone: torch.Tensor | None) -> Outcome:
+        is_in = self._row.is_in(segment)
+        tokens = self._row.tokens[is_in]
+        alone = self._row.run_alone(tokens).detach() if alone is None else alone
+        effects = token_effects(alone, packed[torch.from_numpy(is_in)])
+        effect, allowed = largest(effects, self._model, self._row), self._row.rounding()
+        if self._agree(effect > allowed):
+            return judge_layers_alone(self._row, segment, tokens, effect)
         return PASSED, effect, allowed, f"Segment {segment} gives the logits of the same tokens run unpacked."
 
     # ---- shared

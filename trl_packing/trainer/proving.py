@@ -58,7 +58,7 @@ class ProvingTrainer(ResumingTrainer):
     def _prove_isolation(self) -> None:
         if self._is_unproven_by_choice():
             return
-        self.isolation_report = prove_isolation(self.model, self.accelerator)
+        self.isolation_report = prove_isolation(self.model, self.accelerator, **self._row_options())
         # With the first log, and so into every tracker.
         self._metrics["train"]["isolation_max_leak"].append(self.isolation_report.max_leak)
         self.accelerator.print(isolation_line(self.isolation_report))
@@ -80,11 +80,22 @@ class ProvingTrainer(ResumingTrainer):
             return
         # A graph for eval mode and this row would be compiled for nothing else.
         with torch.compiler.set_stance("force_eager") if args.torch_compile else nullcontext():
-            report = prove_isolation(self.model, self.accelerator, training=False)
+            report = prove_isolation(self.model, self.accelerator, training=False, **self._row_options())
         self.accelerator.print(f"{isolation_line(report)} In eval mode.")
         if self.isolation_report is None:
             self.isolation_report = report
             self._prove_images()
+
+    def _row_options(self) -> dict[str, Any]:
+        """What the rows of the proof have in common with those that are trained."""
+        if self._image_collator is not None:
+            return {"host_offsets": self._image_collator.host_offsets}
+        collator = self.data_collator
+        return {
+            "position_ids_start": collator.position_ids_start,
+            "host_offsets": collator.host_offsets,
+            "repeats_offsets": collator.max_segments is not None,
+        }
 
     def _is_unproven_by_choice(self) -> bool:
         if self.args.isolation_check == "off":
