@@ -217,17 +217,34 @@ class PaddedCollator:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         samples = [part for sample in samples for part in _segments(sample)]
-        batch = self.collator(list(samples or _FILLER))
-        targets = target_positions(batch["labels"][:, 1:])
-        info = RowInfo(
-            boundaries=None,
-            fragments=tuple(sample["fragment"] for sample in samples),
-            num_targets=targets.size,
-            num_tokens=int(batch["attention_mask"].sum()) if samples else 0,
-            num_segments=len(samples),
-            target_positions=targets,
-        )
-        return {**batch, ROW_INFO: info}
+        return with_padded_info(self.collator(list(samples or _FILLER)), samples)
+
+
+def with_padded_info(
+    batch: dict[str, Any], samples: Sequence[Mapping[str, Any]], *, num_cut_tokens: int = 0
+) -> dict[str, Any]:
+    """
+    Add its [`RowInfo`] to a padded batch.
+
+    Args:
+        batch (`dict[str, Any]`):
+            From TRL's collator.
+        samples (`Sequence[Mapping[str, Any]]`):
+            Its rows, with their `fragment`. None for a batch without loss.
+        num_cut_tokens (`int`, *optional*, defaults to 0):
+            Tokens that were cut while it was made.
+    """
+    targets = target_positions(batch["labels"][:, 1:])
+    info = RowInfo(
+        boundaries=None,
+        fragments=tuple(sample["fragment"] for sample in samples),
+        num_targets=targets.size,
+        num_tokens=int(batch["attention_mask"].sum()) if samples else 0,
+        num_segments=len(samples),
+        target_positions=targets,
+        num_cut_tokens=num_cut_tokens if samples else 0,
+    )
+    return {**batch, ROW_INFO: info}
 
 
 def _segments(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:

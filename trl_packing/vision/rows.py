@@ -33,7 +33,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..boundaries import IGNORE_INDEX
-from ..collator import ROW_INFO, RowInfo, target_positions
+from ..collator import ROW_INFO, RowInfo, target_positions, with_padded_info
 from ..config import PackedSFTConfig
 from ..dataset import SampleTable, texts_digest
 from ..errors import PackingError
@@ -280,17 +280,7 @@ class PaddedImageCollator:
         batch, num_cut_tokens = self.rows.padded(samples or [self.rows.filler])
         if not samples:
             batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
-        targets = target_positions(batch["labels"][:, 1:])
-        info = RowInfo(
-            boundaries=None,
-            fragments=tuple(sample["fragment"] for sample in samples),
-            num_targets=targets.size,
-            num_tokens=int(batch["attention_mask"].sum()) if samples else 0,
-            num_segments=len(samples),
-            target_positions=targets,
-            num_cut_tokens=num_cut_tokens if samples else 0,
-        )
-        return {**batch, ROW_INFO: info}
+        return with_padded_info(batch, samples, num_cut_tokens=num_cut_tokens)
 
 
 def _pixels_of_one_row(batch: dict[str, Any]) -> dict[str, Any]:
