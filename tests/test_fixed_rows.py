@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
-from training import conversations, losses, model_of, packed_trainer
+from training import conversations, losses, model_of, packed_trainer, tokens_of
 
-from trl_packing import Boundaries, PackedCollator, register_ops
+from trl_packing import Boundaries, PackedCollator, PackingError, register_ops
 from trl_packing.collator import ROW_INFO, RowCollator
 
 FIXED = {"packing": True, "token_budget": 320, "max_segments": 12}
@@ -69,6 +69,44 @@ def test_losses_are_those_of_exact_rows(model_type, tmp_path):
         runs.append([[entry[key] for key in ("loss", "grad_norm", "entropy", "num_tokens")] for entry in entries])
         assert len(losses(trainer)) == 3
     np.testing.assert_allclose(runs[0], runs[1], rtol=2e-5)
+
+
+# Two samples a row, of at most 30 and 25 tokens.
+FLAT = {"packing": False, "row_shape": "fixed", "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"max_segments": 1, "token_budget": 64}, "Set `max_segments: 2`"),
+        ({"max_segments": 2, "token_budget": 54}, "Set `token_budget: 55`"),
+        ({"max_segments": 2, "token_budget": 64, "per_device_eval_batch_size": 3}, "Set `max_segments: 3`"),
+    ],
+    ids=["training samples", "training tokens", "evaluation"],
+)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["", "stream"])
+def test_batches_that_may_not_fit_into_the_shape_are_refused_before_training(overrides, message, is_stream, tmp_path):
+    data, max_steps = tokens_of(30, 20, 25, 10), 2
+    if is_stream:
+        data, message = data.to_iterable_dataset(), message.replace("55", "60")
+    with pytest.raises(PackingError, match=message):
+        packed_trainer(tmp_path, data, eval_data=data, max_length=30, max_steps=max_steps, **{**FLAT, **overrides})
+
+
+def test_an_evaluation_sample_that_is_longer_than_the_shape_is_refused_before_training(tmp_path):
+    settings = {**FLAT, "eval_packing": True, "max_length": None, "max_segments": 2, "token_budget": 55}
+    with pytest.raises(PackingError, match="a sample may need 56"):
+        packed_trainer(tmp_path, tokens_of(30, 20), eval_data=tokens_of(56, 10), max_steps=1, **settings)
+
+
+def test_batches_that_fit_into_the_shape_exactly_are_trained(tmp_path):
+    data = tokens_of(30, 20, 25, 10)
+    trainer = packed_trainer(
+        tmp_path, data, eval_data=data, max_length=30, max_segments=2, token_budget=55, num_train_epochs=3, **FLAT
+    )
+    trainer.train()
+    trainer.evaluate()
+    assert len(losses(trainer)) == 6
 
 
 @pytest.mark.parametrize("host_offsets", [True, False])

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from tiny_models import tiny_model
-from training import VOCAB_SIZE, packed_trainer
+from training import VOCAB_SIZE, packed_trainer, tokens_of
 
 from trl_packing import Boundaries, LeakError, PackingError, check_isolation, pack_rows, register_ops
 from trl_packing.isolation.reach import length_limits
@@ -43,12 +42,6 @@ def roped(kind: str) -> Any:
     return tiny_model(
         "llama", attn_implementation="varlen", vocab_size=VOCAB_SIZE, initializer_range=0.2, **sizes, **_ROPES[kind]
     )
-
-
-def tokens_of(*lengths: int) -> Dataset:
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(5, 250, (length,), generator=generator).tolist() for length in lengths]
-    return Dataset.from_list([{"input_ids": row} for row in rows])
 
 
 def move_of_a_short_sample(model: Any, longest: int) -> float:

@@ -72,6 +72,13 @@ def model_of(attn_implementation: str = "varlen", model_type: str = "llama", **o
     return tiny_model(model_type, attn_implementation=attn_implementation, vocab_size=VOCAB_SIZE, **overrides)
 
 
+def tokens_of(*lengths: int) -> Dataset:
+    """Random samples of these lengths."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(5, 250, (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_list([{"input_ids": row} for row in rows])
+
+
 def packed_trainer(
     output_dir: Any,
     data: list[dict[str, Any]] | Dataset,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,15 @@ class TrainPlan:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def for_epoch(self, epoch: int) -> PackPlan:
-        """Plan one epoch. The fragments are the same in every epoch."""
+        """Give the plan of one epoch. The fragments are the same in every epoch."""
+        return self._recent(epoch)
+
+    @cached_property
+    def _recent(self) -> Callable[[int], PackPlan]:
+        # A start asks seven times for the first epoch. All epochs would be too many to keep.
+        return lru_cache(maxsize=2)(self._for_epoch)
+
+    def _for_epoch(self, epoch: int) -> PackPlan:
         if self.args.packing:
             return self._packs(epoch, self.headroom)
         order = self._stock_order(epoch)

@@ -11,7 +11,7 @@ import torch
 from ..config import PackedSFTConfig
 from ..isolation import IsolationReport
 from ..packing import PackPlan
-from ..preflight import refuse_lengths
+from ..preflight import refuse_lengths, refuse_unfitting_rows
 from ..proof import agreed, isolation_line, prove_isolation
 from ..vision import ImageRowCollator, check_images, samples_to_prove
 from .resuming import ResumingTrainer
@@ -37,12 +37,16 @@ class ProvingTrainer(ResumingTrainer):
             return
         # Nobody knows yet how many tokens an image has.
         is_known = plan is not None and plan.num_fragments and self._image_collator is None
+        lengths = plan.lengths if plan is not None and is_known else None
+        packed = args.packing if training else mode == "packed"
+        samples_per_row = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+        refuse_unfitting_rows(args, samples_per_row=1 if packed else samples_per_row, lengths=lengths)
         refuse_lengths(
             self.model,
             args,
-            packed=args.packing if training else mode == "packed",
-            samples_per_row=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
-            longest=int(plan.lengths.max()) if plan is not None and is_known else None,
+            packed=packed,
+            samples_per_row=samples_per_row,
+            longest=None if lengths is None else int(lengths.max()),
             position_ids_start=getattr(self.data_collator, "position_ids_start", 0),
         )
 
