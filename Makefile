@@ -92,7 +92,7 @@ audit: $(BIN)/.ready  ## every causal LM architecture of transformers, exact or 
 	$(BIN)/python benchmarks/audit.py
 	$(BIN)/python benchmarks/false_alarms.py
 
-# The limits of ops are on times, which a busy machine breaks.
+# The limits of fixed and ops are on times, which a busy machine breaks.
 bench: $(BIN)/.ready  ## all benchmarks, small
 	$(BIN)/python benchmarks/plan.py --samples 100000 --json /dev/null
 	$(BIN)/python benchmarks/collators.py --rounds 3
@@ -102,6 +102,7 @@ bench: $(BIN)/.ready  ## all benchmarks, small
 	  --only "HF flattening" "TRL bfd" "ours, bfd rows" "ours, planned" "ours, fixed"
 	$(BIN)/python benchmarks/throughput.py --rounds 1 --tokens 4096 --rows 4096 --model bamba \
 	  --only "TRL padded" "ours, planned" "ours, fixed"
+	-$(BIN)/python benchmarks/fixed.py --models bamba --rounds 2 --tokens 16384
 	$(BIN)/python benchmarks/expect.py --rounds 1 --tokens 20000 --only narrow lognormal
 	$(BIN)/python benchmarks/compile.py --rows 4
 	$(BIN)/python benchmarks/gpu.py --device cpu --size tiny
