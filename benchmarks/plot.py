@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,15 @@ def main() -> None:
     highest = max(0.85, *(row["padding share"] + 0.05 for row in content["rows"]))
     shares = np.linspace(0, min(highest, 0.95), 200)
     axes.plot(shares, 1 / (1 - shares), color="0.55", label="1 / (1 - padding share)")
-    for row in content["rows"]:
+    # Names stand to the right of their points, but where points lie close the next one would stand in the way.
+    for row, right in pairwise([*sorted(content["rows"], key=lambda row: row["padding share"]), None]):
         axes.plot(row["padding share"], row["speed-up"], "o", color="C0")
+        is_close = right is not None and right["padding share"] - row["padding share"] < 0.05
         axes.annotate(
             row["lengths"],
             (row["padding share"], row["speed-up"]),
-            xytext=(5, -13),
+            xytext=(-7 if is_close else 7, -4),
+            ha="right" if is_close else "left",
             textcoords="offset points",
         )
     axes.plot([], [], "o", color="C0", label="measured, ours against TRL padded in batches of 16")
