@@ -1,8 +1,11 @@
 """`row_shape: fixed`: one shape for all rows of a run, few bounds, and the numbers of exact rows."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from tiny_models import tiny_model
 from training import conversations, losses, model_of, packed_trainer, tokens_of
 
@@ -71,38 +74,106 @@ def test_losses_are_those_of_exact_rows(model_type, tmp_path):
     np.testing.assert_allclose(runs[0], runs[1], rtol=2e-5)
 
 
-# Two samples a row, of at most 30 and 25 tokens.
-FLAT = {"packing": False, "row_shape": "fixed", "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+FLAT = {
+    "packing": False,
+    "row_shape": "fixed",
+    "max_length": 30,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "max_steps": 2,
+}
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"max_segments": 1, "token_budget": 64}, "Set `max_segments: 2`"),
-        ({"max_segments": 2, "token_budget": 54}, "Set `token_budget: 55`"),
-        ({"max_segments": 2, "token_budget": 64, "per_device_eval_batch_size": 3}, "Set `max_segments: 3`"),
+        ({"max_segments": 1, "token_budget": 64}, "Set that, or lower `per_device_train_batch_size`"),
+        ({"max_segments": 1, "token_budget": 54}, "may need `max_segments: 2` and `token_budget: 55`"),
+        ({"max_segments": 2, "token_budget": 48, "pad_to_multiple_of": 8}, "may need `token_budget: 56`"),
+        (
+            {"max_segments": 2, "per_device_eval_batch_size": 3},
+            "`per_device_eval_batch_size: 3`. may need `max_segments: 3`",
+        ),
     ],
-    ids=["training samples", "training tokens", "evaluation"],
+    ids=["samples", "tokens too", "multiple", "evaluation"],
 )
-@pytest.mark.parametrize("is_stream", [False, True], ids=["", "stream"])
-def test_batches_that_may_not_fit_into_the_shape_are_refused_before_training(overrides, message, is_stream, tmp_path):
-    data, max_steps = tokens_of(30, 20, 25, 10), 2
-    if is_stream:
-        data, message = data.to_iterable_dataset(), message.replace("55", "60")
+def test_batches_that_may_not_fit_into_the_shape_are_refused_before_training(overrides, message, tmp_path):
+    data = tokens_of(30, 20, 25, 10)
     with pytest.raises(PackingError, match=message):
-        packed_trainer(tmp_path, data, eval_data=data, max_length=30, max_steps=max_steps, **{**FLAT, **overrides})
+        packed_trainer(tmp_path, data, eval_data=data, **{**FLAT, **overrides})
 
 
-def test_an_evaluation_sample_that_is_longer_than_the_shape_is_refused_before_training(tmp_path):
+def test_every_sample_of_a_stream_may_be_as_long_as_max_length(tmp_path):
+    data = tokens_of(30, 20, 25, 10).to_iterable_dataset()
+    with pytest.raises(PackingError, match="may need `token_budget: 60`"):
+        packed_trainer(tmp_path, data, **{**FLAT, "max_segments": 2, "token_budget": 55})
+    trainer = packed_trainer(tmp_path, data, **{**FLAT, "max_segments": 2, "token_budget": 60})
+    trainer.train()
+
+
+def test_what_the_refusal_names_is_enough(tmp_path):
+    data = tokens_of(30, 20, 25, 10)
+    small = {**FLAT, "max_segments": 1, "token_budget": 8, "pad_to_multiple_of": 8}
+    with pytest.raises(PackingError, match="Rows have the shape of") as refusal:
+        packed_trainer(tmp_path, data, eval_data=data, **small)
+    needed = re.findall(r"`(\w+): (\d+)`", str(refusal.value).partition("may need")[2])
+    assert [name for name, _ in needed] == ["max_segments", "token_budget"]
+    trainer = packed_trainer(
+        tmp_path, data, eval_data=data, **{**small, **{name: int(value) for name, value in needed}}
+    )
+    trainer.train()
+    trainer.evaluate()
+
+
+def test_rows_in_data_order_are_refused_only_where_they_do_not_fit(tmp_path):
+    """Long and short samples in turns: the two longest never meet."""
+    data, shape = tokens_of(29, 2, 28, 3), {"max_segments": 2, "token_budget": 31}
+    with pytest.raises(PackingError, match="token_budget: 57"):
+        packed_trainer(tmp_path, data, **{**FLAT, **shape})
+    trainer = packed_trainer(
+        tmp_path, data, eval_data=data, **{**FLAT, **shape, "train_sampling_strategy": "sequential"}
+    )
+    trainer.train()
+    trainer.evaluate()
+
+
+def test_an_evaluation_set_that_does_not_fit_is_named(tmp_path):
     settings = {**FLAT, "eval_packing": True, "max_length": None, "max_segments": 2, "token_budget": 55}
-    with pytest.raises(PackingError, match="a sample may need 56"):
-        packed_trainer(tmp_path, tokens_of(30, 20), eval_data=tokens_of(56, 10), max_steps=1, **settings)
+    sets = {"short": tokens_of(30, 20), "long": tokens_of(56, 10)}
+    with pytest.raises(PackingError, match=r"Evaluation set `long`: .* a sample may need `token_budget: 56`"):
+        packed_trainer(tmp_path, tokens_of(30, 20), eval_data=sets, **settings)
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"row_shape": "exact", "eval_packing": True}], ids=["fixed", "packed evaluation"]
+)
+def test_a_stream_without_a_longest_sample_is_refused_where_rows_have_a_limit(overrides, tmp_path):
+    data = tokens_of(30, 20).to_iterable_dataset()
+    settings = {**FLAT, "max_length": None, "max_segments": 8, "token_budget": 90, **overrides}
+    with pytest.raises(PackingError, match="Set `max_length`"):
+        packed_trainer(tmp_path, data, eval_data=data, **settings)
+
+
+def test_a_multiple_that_leaves_no_room_for_a_sample_is_refused(tmp_path):
+    settings = {"packing": True, "row_shape": "fixed", "max_segments": 4, "max_length": 300, "pad_to_multiple_of": 64}
+    with pytest.raises(PackingError, match="Set `token_budget: 320`"):
+        packed_trainer(tmp_path, tokens_of(300, 20), token_budget=310, **settings)
+    trainer = packed_trainer(tmp_path, tokens_of(300, 20), token_budget=330, max_steps=1, **settings)
+    # The largest multiple within the budget.
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (1, 320)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_data_that_came_packed_is_refused(packing, tmp_path):
+    data = Dataset.from_list([{"input_ids": [5] * 20, "seq_lengths": [10, 10]}] * 4)
+    with pytest.raises(PackingError, match="packed already"):
+        packed_trainer(tmp_path, data, **{**FLAT, "packing": packing, "max_segments": 4})
 
 
 def test_batches_that_fit_into_the_shape_exactly_are_trained(tmp_path):
     data = tokens_of(30, 20, 25, 10)
     trainer = packed_trainer(
-        tmp_path, data, eval_data=data, max_length=30, max_segments=2, token_budget=55, num_train_epochs=3, **FLAT
+        tmp_path, data, eval_data=data, **{**FLAT, "max_segments": 2, "token_budget": 55, "max_steps": 6}
     )
     trainer.train()
     trainer.evaluate()

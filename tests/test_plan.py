@@ -39,6 +39,13 @@ def test_plan_counts_ranks_and_draws(capsys: Any, tmp_path: Path) -> None:
     assert alone["optimizer_steps"] == alone["num_rows"]
 
 
+def test_a_shape_that_the_run_refuses_is_refused(capsys: Any) -> None:
+    words = ["--packing", "false", "--row_shape", "fixed", "--max_segments", "4", "--token_budget", "8192"]
+    code, _, err = call(capsys, "plan", *RUN, *words)
+    assert code == 2
+    assert "Rows have the shape of `max_segments: 4`" in err
+
+
 def test_a_config_for_a_gpu_is_planned_without_one(capsys: Any) -> None:
     assert not torch.cuda.is_available()
     words = ["--model_name_or_path", "quickstart/tiny-bamba", "--dataset_name", "quickstart/conversations"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset, Image, List, Value
 from tiny_vision import picture_talks
-from training import conversations, losses, packed_trainer
+from training import conversations, losses, packed_trainer, tokens_of
 from transformers import TrainerCallback
 
 from trl_packing import PackingError
@@ -281,6 +281,27 @@ def test_another_data_set_is_refused(whole, tmp_path):
     other = packed_trainer(tmp_path, conversations(30, seed=9), **RUN)
     with pytest.raises(PackingError, match="hash of the samples' lengths"):
         other.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+
+
+def test_another_order_of_the_samples_is_refused(tmp_path):
+    run = {"packing": False, "save_steps": 1, "max_steps": 2}
+    trainer_in(tmp_path / "random", **run).train()
+    other = trainer_in(tmp_path / "sequential", **run, train_sampling_strategy="sequential")
+    with pytest.raises(PackingError, match="`train_sampling_strategy` was 'random' and is 'sequential'"):
+        other.train(resume_from_checkpoint=str(tmp_path / "random" / "checkpoint-1"))
+
+
+def test_rows_with_another_headroom_are_refused(tmp_path):
+    """Exact rows leave room for balancing, fixed ones do not: other rows, in which samples come in another order."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(2.5, 1.0, 400), 2, 256).astype(int)
+    lengths[:6] = 250
+    run = {**RUN, "token_budget": 512, "max_steps": 2, "max_segments": 64}
+    exact = packed_trainer(tmp_path / "exact", tokens_of(*lengths), **run)
+    assert exact._train_plan.headroom > 0
+    exact.train()
+    fixed = packed_trainer(tmp_path / "fixed", tokens_of(*lengths), **run, row_shape="fixed")
+    with pytest.raises(PackingError, match="headroom"):
+        fixed.train(resume_from_checkpoint=str(tmp_path / "exact" / "checkpoint-1"))
 
 
 def test_other_data_of_equal_lengths_is_refused(whole, tmp_path):

@@ -178,6 +178,13 @@ class PackedSFTConfig(SFTConfig):
                 f"A sample may have `max_length` = {self.max_length} tokens, but a row holds only `token_budget` = "
                 f"{budget}. Raise `token_budget`, or lower `max_length`."
             )
+        row, longest, multiple = self.row_budget, self.max_length or 1, self.pad_to_multiple_of or 1
+        if self.packing and row is not None and row < longest:
+            raise PackingError(
+                f"A sample may have {longest} tokens, but of `token_budget` = {budget} a row of `row_shape: fixed` "
+                f"has only {row}, a multiple of `pad_to_multiple_of` = {multiple}. Set `token_budget: "
+                f"{-(-longest // multiple) * multiple}`, or lower `max_length`."
+            )
 
     @property
     def resolved_token_budget(self) -> int | None:
@@ -192,7 +199,9 @@ class PackedSFTConfig(SFTConfig):
         budget, multiple = self.resolved_token_budget, self.pad_to_multiple_of
         if budget is None or multiple is None:
             return budget
-        return max(budget // multiple * multiple, self.max_length or 1)
+        whole = budget // multiple * multiple
+        # An exact row that holds the longest sample alone is rounded up.
+        return whole if self.row_shape == "fixed" else max(whole, self.max_length or 1)
 
     @property
     def resolved_max_length(self) -> int | None:

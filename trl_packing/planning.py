@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from .balance import least_headroom
 from .config import PackedSFTConfig
 from .cost import RowCost
 from .dataset import FragmentDataset, SampleTable, read_samples, tokens_digest
+from .errors import PackingError
 from .packing import PackPlan, plan_batches, plan_packs
 from .report import PlanReport
 from .sampler import RankedBatchSampler
@@ -65,15 +65,7 @@ class TrainPlan:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def for_epoch(self, epoch: int) -> PackPlan:
-        """Give the plan of one epoch. The fragments are the same in every epoch."""
-        return self._recent(epoch)
-
-    @cached_property
-    def _recent(self) -> Callable[[int], PackPlan]:
-        # A start asks seven times for the first epoch. All epochs would be too many to keep.
-        return lru_cache(maxsize=2)(self._for_epoch)
-
-    def _for_epoch(self, epoch: int) -> PackPlan:
+        """Plan one epoch. The fragments are the same in every epoch."""
         if self.args.packing:
             return self._packs(epoch, self.headroom)
         order = self._stock_order(epoch)
@@ -199,6 +191,8 @@ def plan_fingerprint(args: PackedSFTConfig, plan: TrainPlan | None) -> dict[str,
         samples = plan.samples
         digest = hashlib.sha256(samples.lengths.tobytes() + samples.untrainable.tobytes())
         fingerprint |= {
+            "train_sampling_strategy": None if args.packing else args.train_sampling_strategy,
+            "headroom (`row_shape`, `balance`)": round(plan.headroom, 9) if args.packing else None,
             "number of samples": int(samples.lengths.size),
             "number of tokens": int(samples.lengths.sum()),
             "hash of the samples' lengths": digest.hexdigest()[:16],
@@ -244,3 +238,52 @@ def plan_evaluation(dataset: Dataset, args: PackedSFTConfig, *, packed: bool) ->
         return plan_packs(samples.lengths, budget, order="best_fit", max_segments=args.max_segments, **cuts)
     order = np.arange(samples.lengths.size)
     return plan_batches(samples.lengths, args.per_device_eval_batch_size, order=order, **cuts)
+
+
+def refuse_unfitting_rows(args: PackedSFTConfig, plan: PackPlan | None, *, training: bool, packed: bool) -> None:
+    """
+    Refuse samples that may not fit into rows of `row_shape: fixed`, and a stream whose samples would be cut.
+
+    Args:
+        args ([`PackedSFTConfig`]):
+            The run's settings.
+        plan ([`PackPlan`], *optional*):
+            Of the samples; `None` where their lengths are not known, as of a stream.
+        training (`bool`):
+            Whether the samples are trained. Otherwise they are evaluated.
+        packed (`bool`):
+            Whether rows are filled up to the token budget. Otherwise a row holds a batch.
+
+    Raises:
+        [`PackingError`]: Naming the settings that do not fit.
+    """
+    max_length, is_fixed = args.resolved_max_length, args.row_shape == "fixed"
+    if plan is None and max_length is None and (packed or is_fixed):
+        raise PackingError(
+            "Nobody knows the longest sample of a stream, but its rows have a limit, and `max_length` is not set. Set "
+            f"`max_length`{', or `eval_packing: false`' if packed else ''}."
+        )
+    if not is_fixed:
+        return
+    name = "per_device_train_batch_size" if training else "per_device_eval_batch_size"
+    batch_size = 1 if packed else getattr(args, name)
+    if plan is None:
+        assert max_length is not None
+        segments, tokens = batch_size, batch_size * max_length
+    elif training and not packed and args.train_sampling_strategy == "random":
+        # Any samples may meet in some epoch.
+        longest = np.sort(plan.lengths)[-batch_size:]
+        segments, tokens = longest.size, int(longest.sum())
+    else:
+        counts = plan.sum_over_bins(np.ones_like(plan.lengths)), plan.bin_tokens
+        segments, tokens = (int(values.max(initial=0)) for values in counts)
+    multiple = args.pad_to_multiple_of or 1
+    needed = {"max_segments": segments, "token_budget": -(-tokens // multiple) * multiple}
+    shape = {"max_segments": args.max_segments, "token_budget": args.row_budget}
+    small = [key for key, most in shape.items() if most is not None and needed[key] > most]
+    if small:
+        has, needs = (" and ".join(f"`{key}: {values[key]}`" for key in small) for values in (shape, needed))
+        what, way_out = "a sample", f"{'lower' if args.max_length else 'set'} `max_length`"
+        if batch_size > 1:
+            what, way_out = f"a batch (`{name}: {batch_size}`)", f"lower `{name}`"
+        raise PackingError(f"Rows have the shape of {has}, but {what} may need {needs}. Set that, or {way_out}.")

@@ -12,7 +12,6 @@ import copy
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -23,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import is_flash_attn_2_available
+from trl.data_utils import get_dataset_column_names
 
 from . import _compat
 from .config import PackedSFTConfig
@@ -99,6 +99,11 @@ def check_data(dataset: Any, args: Any, formatting_func: Any, name: str) -> Any:
         raise PackingError(
             f"The {name} data must be a `datasets.Dataset` or `IterableDataset`, but it is a "
             f"{type(dataset).__name__}. Build one, for example with `Dataset.from_list`."
+        )
+    if args.row_shape == "fixed" and "seq_lengths" in (get_dataset_column_names(dataset) or ()):
+        raise PackingError(
+            f"The {name} data is packed already (`seq_lengths`), but `row_shape: fixed` counts the segments of a row. "
+            "Pass the data unpacked, or set `row_shape: exact`."
         )
     if isinstance(dataset, IterableDataset) and name == "training" and args.max_steps <= 0:
         raise PackingError("A stream has no known length, so the run needs an end. Set `max_steps`.")
@@ -306,41 +311,6 @@ def refuse_lengths(
             f"{type(unwrapped(model)).__name__} keeps samples apart up to {most} tokens, but {what} may {found}: "
             f"above, {limit.reason}. Set {way_out}, or give every sample a row for itself: {alone}."
         )
-
-
-def refuse_unfitting_rows(
-    args: PackedSFTConfig, *, samples_per_row: int, lengths: np.ndarray[Any, Any] | None = None
-) -> None:
-    """
-    Refuse samples that together may not fit into a row of `row_shape: fixed`.
-
-    Args:
-        args ([`PackedSFTConfig`]):
-            The run's settings.
-        samples_per_row (`int`):
-            Samples that share a row whatever their lengths, 1 where rows are filled up to the token budget.
-        lengths (`np.ndarray`, *optional*):
-            Tokens of the samples after cutting, int64 of shape `[F]`, where they are known. Any of them may meet in a
-            row; without, all may have `max_length` tokens.
-
-    Raises:
-        [`PackingError`]: Naming the setting that is too small.
-    """
-    if args.row_shape != "fixed":
-        return
-    if lengths is None:
-        segments, tokens = samples_per_row, samples_per_row * (args.max_length or 1)
-    else:
-        longest = np.sort(lengths)[-samples_per_row:]
-        segments, tokens = longest.size, int(longest.sum())
-    shape = {"max_segments": (segments, args.max_segments), "token_budget": (tokens, args.resolved_token_budget)}
-    what = "a sample" if samples_per_row == 1 else f"a batch of {samples_per_row} samples"
-    for name, (needed, most) in shape.items():
-        if most is not None and needed > most:
-            raise PackingError(
-                f"Rows have the shape of `{name}: {most}`, but {what} may need {needed}. Set `{name}: {needed}`, or "
-                "lower `max_length` or the batch size per device."
-            )
 
 
 def choose_attention(

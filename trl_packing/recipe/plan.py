@@ -14,7 +14,7 @@ from ..cost import RowCost
 from ..errors import PackingError
 from ..lora.quantized import quantizes_with_bitsandbytes
 from ..memory import MemoryEstimate, estimate_memory
-from ..planning import TrainPlan
+from ..planning import TrainPlan, refuse_unfitting_rows
 from ..quickstart import resolve_model
 from ..report import PlanReport
 from ..trainer import PackedSFTTrainer
@@ -70,6 +70,7 @@ def plan_sft(
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=training_args.trust_remote_code)
         prepared = _prepare(config, tokenizer, samples, training_args)
     plan = TrainPlan(prepared, training_args, RowCost.from_config(config.get_text_config()))
+    refuse_unfitting_rows(training_args, plan.for_epoch(0), training=True, packed=training_args.packing)
     return plan.report(plan.sampler(num_ranks=num_ranks, rank=0))
 
 

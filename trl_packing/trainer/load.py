@@ -34,7 +34,7 @@ def packed_collator(args: PackedSFTConfig) -> PackedCollator:
     fixed = args.row_shape == "fixed"
     return PackedCollator(
         pad_to_multiple_of=args.pad_to_multiple_of,
-        token_budget=args.resolved_token_budget if fixed else None,
+        token_budget=args.row_budget if fixed else None,
         max_segments=args.max_segments if fixed else None,
         # Python integers are constants of a compiled graph: every row would be compiled anew.
         host_offsets=not args.torch_compile,

@@ -11,7 +11,8 @@ import torch
 from ..config import PackedSFTConfig
 from ..isolation import IsolationReport
 from ..packing import PackPlan
-from ..preflight import refuse_lengths, refuse_unfitting_rows
+from ..planning import refuse_unfitting_rows
+from ..preflight import refuse_lengths
 from ..proof import agreed, isolation_line, prove_isolation
 from ..vision import ImageRowCollator, check_images, samples_to_prove
 from .resuming import ResumingTrainer
@@ -35,18 +36,18 @@ class ProvingTrainer(ResumingTrainer):
         args, mode = self.args, self._eval_mode()
         if not training and mode == "padded":
             return
-        # Nobody knows yet how many tokens an image has.
-        is_known = plan is not None and plan.num_fragments and self._image_collator is None
-        lengths = plan.lengths if plan is not None and is_known else None
         packed = args.packing if training else mode == "packed"
-        samples_per_row = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
-        refuse_unfitting_rows(args, samples_per_row=1 if packed else samples_per_row, lengths=lengths)
+        if self._image_collator is None:
+            refuse_unfitting_rows(args, plan, training=training, packed=packed)
+        else:
+            # Nobody knows yet how many tokens an image has.
+            plan = None
         refuse_lengths(
             self.model,
             args,
             packed=packed,
-            samples_per_row=samples_per_row,
-            longest=None if lengths is None else int(lengths.max()),
+            samples_per_row=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+            longest=int(plan.lengths.max()) if plan is not None and plan.num_fragments else None,
             position_ids_start=getattr(self.data_collator, "position_ids_start", 0),
         )
 

@@ -299,13 +299,13 @@ class PackedSFTTrainer(ProvingTrainer):
         what = f"Evaluation set{f' `{name}`' if name else ''}"
         try:
             plan = plan_evaluation(dataset, self.args, packed=self._eval_mode() == "packed")
+            self._refuse_lengths(plan, training=False)
         except PackingError as error:
             raise PackingError(f"{what}: {error}") from error
         fates = fates_text(plan)
         if fates and dataset not in self._planned_sets:
             self.accelerator.print(f"{what}: {fates}.")
         self._planned_sets.add(dataset)
-        self._refuse_lengths(plan, training=False)
         return plan
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
