@@ -15,6 +15,7 @@ code is 1 if the median of a model is below it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import tempfile
@@ -33,7 +34,9 @@ class Side:
     """A trainer whose rows are trained one at a time."""
 
     def __init__(self, shape: str, model: str, row: int, num_tokens: int, folder: str) -> None:
-        self.trainer = build(SHAPES[shape], model, row, num_tokens, "lognormal", folder)
+        # The plan's report is no part of the table.
+        with contextlib.redirect_stdout(sys.stderr):
+            self.trainer = build(SHAPES[shape], model, row, num_tokens, "lognormal", folder)
         self.trainer.model.train()
         self.optimizer = torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-5)
         self.seconds, self.tokens = 0.0, 0
