@@ -11,8 +11,8 @@ process of its own with one thread; a round runs every variant once, so that a s
 them. For every row size TRL and ours train the very same rows, packed by TRL's `bfd`: only the attention differs, and
 the losses must be equal. `ours, planned` are our own rows of that size and `ours, fixed` those of `row_shape: fixed`;
 the samples are so many that they fill whole rows, as a large data set does. What the fixed shape costs is less than a
-machine changes between two processes; `fixed.py` measures that. Length-grouped batches need samples to
-group, so that variant has its own, longer data set. Peak memory is the process's, less what it had before training.
+machine changes between two processes; `fixed.py` measures that. Length-grouped batches need samples to group, so that
+variant has its own, longer data set. Peak memory is the process's, less what it had before training.
 """
 
 from __future__ import annotations
